@@ -1,0 +1,8 @@
+"""Batched speculative decoding for transformers' `generate`. This folder is a Hub `custom_generate/` as it stands."""
+
+from .assistant_drafter import AssistantDrafter
+from .decoding import TetrisDecoderOnlyOutput, TetrisDecoding
+from .drafting import Draft, Drafter
+from .generate import disable, enable, generate
+from .selection import DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
+from .stats import TetrisStats

@@ -1,0 +1,111 @@
+"""What a drafter is: the protocol between whoever proposes tokens and the loop that verifies them.
+
+Knows what a proposal consists of. Does not know how any particular drafter comes by it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from .processing import LogitsProcessing
+from .rows import Rows
+
+
+@dataclass(frozen=True)
+class Draft:
+    """
+    Tokens proposed for R live rows, K deep.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(R, K)`): Proposed tokens.
+        lengths (`torch.LongTensor` of shape `(R,)`): How many of them are real; 0 where a row has no proposal.
+        probabilities (`torch.FloatTensor` of shape `(R, K)`):
+            Estimated chance that each token is accepted, given that those before it are. May look at the token.
+        expectations (`torch.FloatTensor` of shape `(R, K)`):
+            The same from the *distribution* at that place alone, blind to the token drawn from it. Equals
+            `probabilities` where the token is a function of the distribution.
+        q (`torch.FloatTensor` of shape `(R, K, V)`, *optional*):
+            The float32 distributions that the tokens were sampled from, after all draft processors. `None` if the tokens
+            were not sampled: q is then one at the token.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    probabilities: torch.Tensor
+    expectations: torch.Tensor
+    q: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, live: torch.Tensor) -> Draft:
+        """No draft tokens for the rows `live`: a step that adds one token to each."""
+        tokens = live.new_zeros(len(live), 0)
+        scores = torch.zeros(len(live), 0, device=live.device)
+        return cls(tokens, torch.zeros_like(live), scores, scores)
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.tokens.shape[1]
+
+    def prefix_scores(self, predictable: bool = True) -> torch.Tensor:
+        """
+        Estimated chance that a row is accepted up to and including each place: the running product of `probabilities`.
+
+        Args:
+            predictable (`bool`, *optional*, defaults to `True`):
+                Whether the last factor is blind to the token that the score decides about (`docs/algorithm.md`). Only
+                then is the output exact when sampling. `False` gives the score of the TETRIS paper (section 4.1).
+
+        Returns:
+            `torch.FloatTensor` of shape `(R, K)`, non-increasing along K; -inf where there is no draft token.
+        """
+        survival = self.probabilities.cumprod(1)
+        if predictable:
+            before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=1)  # (R, K)
+            survival = (before * self.expectations).cummin(1).values
+        places = torch.arange(self.depth, device=survival.device)
+        return survival.masked_fill(places >= self.lengths[:, None], -torch.inf)
+
+
+class Drafter(ABC):
+    """
+    Proposes draft tokens for the rows of a batch. Subclass it to bring a drafter of your own.
+
+    A drafter lives through any number of calls of `generate`; what belongs to one call is made in [`~Drafter.begin`]
+    and dropped in [`~Drafter.end`]. The text is exact whatever a drafter proposes; only the speed depends on it.
+    """
+
+    def begin(self, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:  # noqa: B027
+        """
+        Start a call: the prompts and each row's first token are in `rows`.
+
+        Args:
+            rows (`Rows`): The batch.
+            vocab_size (`int`): V, the width of the target's logits. No token at or above it may be proposed.
+            processing (`LogitsProcessing`): Turns the drafter's logits into scores as the target's are turned.
+        """
+
+    @abstractmethod
+    def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
+        """
+        Propose up to `depth` tokens for each live row.
+
+        Args:
+            rows (`Rows`): The batch; committed tokens may be read, the scratch behind them may be written.
+            live (`torch.LongTensor` of shape `(R,)`): Rows that take part, in increasing order.
+            depth (`int`): K, at least 1.
+
+        Returns:
+            [`Draft`]
+        """
+
+    def end(self) -> None:  # noqa: B027
+        """End the call, also after an error: free what it made."""
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards of a draft model in this call."""
+        return 0

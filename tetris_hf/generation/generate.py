@@ -1,0 +1,167 @@
+"""The doors: `enable()` and then `model.generate(..., tetris_capacity=C)`, or this folder as a Hub `custom_generate`.
+
+Knows `generate`'s arguments and which of them it would lose on the way to a decoding method. Decodes nothing itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from .decoding import TetrisDecoding
+from .validation import check_capacity, check_synced_gpus
+
+
+# Marks a `generate` of ours, and holds what it stands in for.
+_STANDS_FOR = "_tetris_stands_for"
+_ABSENT = object()
+
+
+def enable(model: PreTrainedModel | None = None) -> None:
+    """
+    Teach `generate` the arguments `tetris_capacity` and `tetris_selector`. Without them it is what it was.
+
+    Args:
+        model (`PreTrainedModel`, *optional*): The one model to enable; by default all models, present and future.
+
+    Examples:
+
+    ```python
+    >>> tetris_hf.enable()
+    >>> model.generate(**batch, assistant_model=draft, tetris_capacity=64)
+    ```
+    """
+    if model is None:
+        if not hasattr(GenerationMixin.generate, _STANDS_FOR):
+            GenerationMixin.generate = _door(GenerationMixin.generate)
+        return
+    before = vars(model).get("generate", _ABSENT)
+    if hasattr(before, _STANDS_FOR):
+        return
+    # Of the instance: a model whose repository brings its own `generate` has one here, and plain calls must reach it.
+    plain = type(model).generate if before is _ABSENT else _ignoring_self(before)
+    door = _door(plain, preparing=type(model).generate)
+    setattr(door, _STANDS_FOR, before)
+    model.generate = types.MethodType(door, model)
+
+
+def disable(model: PreTrainedModel | None = None) -> None:
+    """
+    Undo [`enable`]. Nothing happens if it was not enabled.
+
+    Args:
+        model (`PreTrainedModel`, *optional*): The one model that was enabled; by default all models at once.
+    """
+    if model is None:
+        plain = getattr(GenerationMixin.generate, _STANDS_FOR, None)
+        if plain is not None:
+            GenerationMixin.generate = plain
+        return
+    before = getattr(vars(model).get("generate"), _STANDS_FOR, None)
+    if before is _ABSENT:
+        del model.generate
+    elif before is not None:
+        model.generate = before
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: torch.Tensor | None = None,
+    *,
+    assistant_model: Any = None,
+    tetris_capacity: int | None = None,
+    tetris_selector: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """
+    Generate with batched speculative decoding: the function that a Hub `custom_generate` folder must have.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        inputs (`torch.LongTensor` of shape `(N, prompt_width)`, *optional*): Left-padded prompts.
+        assistant_model (`PreTrainedModel` or [`Drafter`], *optional*): Who drafts.
+        tetris_capacity (`int`, *optional*):
+            C, draft tokens verified per step over the whole batch. 0 decodes without drafts, `None` is plain `generate`.
+        tetris_selector ([`DraftSelector`] or a list of them, *optional*): Which drafts are verified.
+        kwargs: Every other argument of `generate`; `num_assistant_tokens` is K, the draft tokens per row and step.
+
+    Returns:
+        What plain `generate` returns; with `return_dict_in_generate=True` also `tetris_stats`.
+
+    Raises:
+        `ValueError`: Before the first forward, if something is asked that cannot be done exactly.
+    """
+    kwargs.update(assistant_model=assistant_model, tetris_capacity=tetris_capacity, tetris_selector=tetris_selector)
+    return _dispatch(GenerationMixin.generate, GenerationMixin.generate, model, (inputs,), kwargs)
+
+
+def _door(plain: Callable, preparing: Callable | None = None) -> Callable:
+    """A `generate` that takes `tetris_capacity` and hands everything else to `plain`."""
+
+    @functools.wraps(plain)
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return _dispatch(plain, preparing or plain, self, args, kwargs)
+
+    setattr(generate, _STANDS_FOR, plain)
+    return generate
+
+
+def _ignoring_self(bound: Callable) -> Callable:
+    @functools.wraps(bound)
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs)
+
+    return generate
+
+
+def _dispatch(plain: Callable, preparing: Callable, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Plain `generate` without a capacity; else `preparing`, a `generate` that prepares the inputs for our decoding."""
+    capacity, selector = kwargs.pop("tetris_capacity", None), kwargs.pop("tetris_selector", None)
+    if capacity is None:
+        if selector is not None:
+            raise ValueError("`tetris_selector` needs a budget to spend: pass `tetris_capacity` as well.")
+        return plain(model, *args, **kwargs)
+
+    check_capacity(capacity)
+    # Arguments may be positional; a decoding method gets only some of them, so those it needs are taken out here.
+    bound = inspect.signature(GenerationMixin.generate).bind(model, *args, **kwargs).arguments
+    bound.pop("self")
+    kwargs = bound | bound.pop("kwargs", {})
+    assistant, streamer = kwargs.pop("assistant_model", None), kwargs.pop("streamer", None)
+    tokenizer, assistant_tokenizer = kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None)
+    check_synced_gpus(kwargs.pop("synced_gpus", None), model)
+    if kwargs.pop("custom_generate", None) is not None:
+        raise ValueError("`custom_generate` and `tetris_capacity` are two decoding methods: pass one of them.")
+    if assistant_tokenizer is not None:
+        raise ValueError(
+            "`assistant_tokenizer` is not supported with `tetris_capacity`: the assistant must share the model's tokenizer."
+        )
+    if streamer is not None:
+        raise ValueError("`streamer` is not supported with `tetris_capacity` yet: leave it out.")
+    kwargs = _with_stop_strings(kwargs, tokenizer)
+    decoding = TetrisDecoding(assistant, capacity, selector=selector)
+    return preparing(model, **kwargs, custom_generate=decoding)
+
+
+def _with_stop_strings(kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """`generate` gives a decoding method no tokenizer, so stop strings become a criterion here."""
+    config: GenerationConfig | None = kwargs.get("generation_config")
+    stop_strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
+    if stop_strings is None:
+        return kwargs
+    if tokenizer is None:
+        raise ValueError("`stop_strings` needs the model's tokenizer: pass `tokenizer` to `generate` as well.")
+    kwargs = {name: value for name, value in kwargs.items() if name != "stop_strings"}
+    if config is not None:
+        kwargs["generation_config"] = GenerationConfig.from_dict({**config.to_dict(), "stop_strings": None})
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    kwargs["stopping_criteria"] = criteria
+    return kwargs

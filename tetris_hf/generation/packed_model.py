@@ -1,0 +1,106 @@
+"""A causal LM together with its ragged cache: packed tokens in, logits out.
+
+Knows how to call a transformers model without touching it. Does not know what the tokens are for: prompts, drafts and
+verification are all the same forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .packing import Packing
+from .ragged_attention import ATTENTION_NAME, packed_as
+from .ragged_cache import RaggedCache
+
+
+# Newest first. The argument was renamed within the 5.2x line.
+_CACHE_ARGUMENTS = ("cache", "past_key_values")
+
+
+def cache_argument(model: PreTrainedModel) -> str | None:
+    """Name under which `model.forward` takes its cache, or `None` if it takes none."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+
+
+def attention_configs(model: PreTrainedModel) -> list[Any]:
+    """Every config object that some module of `model` reads its attention implementation from."""
+    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
+
+
+@contextmanager
+def packed_attention(*models: PreTrainedModel) -> Iterator[None]:
+    """
+    Within this context, the attention layers of `models` serve packed tokens. Their configs are put back at the end,
+    whatever happens. A config shared by several models, as with a layer-skipping assistant, is handled once.
+    """
+    configs = {id(config): config for model in models for config in attention_configs(model)}
+    # The internal attribute, because the public setter also walks into the configs of unrelated sub-models.
+    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation_internal = ATTENTION_NAME
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+
+
+class PackedModel:
+    """
+    A model and the cache of its N rows.
+
+    Args:
+        model (`PreTrainedModel`): A decoder-only model; it is called, never changed.
+        num_rows (`int`): Rows N.
+        length (`int`): Tokens per row to make room for at once.
+        max_length (`int`): Tokens per row at most.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_rows: int, length: int, max_length: int):
+        self.model = model
+        self.cache = RaggedCache(num_rows, length, max_length)
+        self.num_forwards = 0
+        self.num_tokens = 0
+        self._cache_argument = cache_argument(model)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._device = model.get_input_embeddings().weight.device
+
+    def forward(self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        One forward of the model over packed tokens; their keys and values go into the cache.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(T,)`): The packed tokens.
+            packing (`Packing`): Their rows and positions.
+            keep (`torch.LongTensor` of shape `(M,)`, *optional*): Packed indices whose logits are wanted; by default all.
+
+        Returns:
+            `torch.FloatTensor` of shape `(M, V)`: Logits in float32, on the device of `input_ids`.
+        """
+        self.cache.reserve(packing.max_length)
+        self.cache.slots = self.cache.slots_of(packing.rows, packing.positions)
+        model_kwargs: dict[str, Any] = {
+            "input_ids": input_ids[None].to(self._device),
+            "position_ids": packing.positions.clamp(min=0)[None].to(self._device),
+            "attention_mask": None,
+            "use_cache": True,
+            "return_dict": True,
+            self._cache_argument: self.cache,
+        }
+        if keep is not None and self._keeps_logits:
+            model_kwargs["logits_to_keep"] = keep.to(self._device)
+        with packed_as(packing):
+            logits = self.model(**model_kwargs).logits[0]
+        if keep is not None and not self._keeps_logits:
+            logits = logits[keep.to(logits.device)]
+        self.num_forwards += 1
+        self.num_tokens += packing.num_tokens
+        return logits.to(device=input_ids.device, dtype=torch.float32)  # (M, V)

@@ -1,0 +1,110 @@
+"""Logits processors at packed positions: each position is shown its own row's prefix, as plain `generate` shows it.
+
+Knows transformers' processors and what each of them looks at. Does not know drafts or acceptance.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.generation import logits_process
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+from .rows import Rows
+
+
+def _named(*names: str) -> frozenset[type]:
+    """Those of `names` that this version of transformers has."""
+    return frozenset(found for name in names if (found := getattr(logits_process, name, None)) is not None)
+
+
+# Look at the scores alone, one position at a time.
+HISTORY_FREE = _named(
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+)  # fmt: skip
+
+# Look at a row's own prefix as well, but neither at other rows nor at the row's number.
+ROW_WISE = _named(
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+)  # fmt: skip
+
+
+def _is_row_wise(processor: LogitsProcessor) -> bool:
+    # The repetition penalty may carry one number per row of the whole batch.
+    return type(processor) in ROW_WISE and not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+
+
+class LogitsProcessing:
+    """
+    Applies a list of logits processors to packed positions.
+
+    A processor sees `input_ids` of one width, so positions are taken one width at a time; those that do not look at
+    `input_ids` take all positions at once.
+
+    Args:
+        processors (`LogitsProcessorList`): What plain `generate` would apply, in its order.
+        rows (`Rows`): The batch whose prefixes are shown.
+        do_sample (`bool`): Whether scores are sampled from, or their maximum taken.
+    """
+
+    def __init__(self, processors: LogitsProcessorList | list[LogitsProcessor], rows: Rows, do_sample: bool):
+        self.processors = list(processors)
+        self.rows = rows
+        self.do_sample = do_sample
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether some processor looks at more than the scores."""
+        return any(type(processor) not in HISTORY_FREE for processor in self.processors)
+
+    def for_drafts(self) -> LogitsProcessing:
+        """
+        The part worth its price on drafts. Any q is exact, so a processor that would have to be shown the whole batch for
+        every draft position is left to the verification.
+        """
+        kept = [processor for processor in self.processors if type(processor) in HISTORY_FREE | ROW_WISE]
+        return LogitsProcessing(kept, self.rows, self.do_sample)
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            logits (`torch.FloatTensor` of shape `(M, V)`): Raw logits.
+            rows (`torch.LongTensor` of shape `(M,)`): Row of each position.
+            columns (`torch.LongTensor` of shape `(M,)`):
+                Width of the prefix that each position continues. Tokens up to there must be written in `self.rows`.
+
+        Returns:
+            `torch.FloatTensor` of shape `(M, V)`: Processed scores.
+        """
+        scores = logits
+        for processor in self.processors:
+            if type(processor) in HISTORY_FREE:
+                scores = processor(None, scores)
+            else:
+                scores = self._by_width(processor, scores, rows, columns)
+        return scores
+
+    def _by_width(
+        self, processor: LogitsProcessor, scores: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
+    ) -> torch.Tensor:
+        processed = torch.empty_like(scores)
+        for width in columns.unique().tolist():
+            chosen = (columns == width).nonzero()[:, 0]  # (m,)
+            if _is_row_wise(processor):
+                processed[chosen] = processor(self.rows.prefix(width, rows[chosen]), scores[chosen].clone())
+            else:
+                # It may look at other rows or at row numbers: show the batch whole, in order, others as if finished.
+                everyone = scores.new_zeros(self.rows.num_rows, scores.shape[1])  # (N, V)
+                everyone[rows[chosen]] = scores[chosen]
+                processed[chosen] = processor(self._whole_prefix(width, rows[chosen]), everyone)[rows[chosen]]
+        return processed
+
+    def _whole_prefix(self, width: int, chosen: torch.Tensor) -> torch.Tensor:
+        """All rows' prefixes; a row that is not `chosen` shows what it has committed and padding after it. `(N, width)`."""
+        beyond = torch.arange(width, device=chosen.device) >= self.rows.length[:, None]
+        beyond[chosen] = False
+        return self.rows.prefix(width).masked_fill(beyond, self.rows.pad_token_id)

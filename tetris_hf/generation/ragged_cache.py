@@ -1,0 +1,166 @@
+"""The key/value cache of a batch whose rows have unequal lengths and no gaps.
+
+Knows about slots, rows and lengths. Does not know about tokens, drafts or acceptance: whoever writes decides where, and
+a rejected draft is simply overwritten when its position comes again.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values of one layer, `num_slots` slots and one spare slot that swallows what must not be kept."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, cache: RaggedCache):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate from the first states seen: multi-head latent attention has other widths for keys than for values."""
+        self.keys, self.values = (
+            states.new_zeros(self.cache.num_slots + 1, states.shape[1], states.shape[3])  # (N * L + 1, heads, width)
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Write the states of T packed tokens to their slots.
+
+        Args:
+            key_states (`torch.Tensor` of shape `(1, heads, T, width)`): New keys.
+            value_states (`torch.Tensor` of shape `(1, heads, T, width)`): New values.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Views of the whole cache, each of shape `(1, heads, N * L, width)`.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        slots = self.cache.slots.to(key_states.device)
+        views = []
+        for stored, states in ((self.keys, key_states), (self.values, value_states)):
+            stored.index_copy_(0, slots, states[0].transpose(0, 1).to(stored.dtype))
+            views.append(stored[:-1].transpose(0, 1).unsqueeze(0))  # (1, heads, N * L, width)
+        return views[0], views[1]
+
+    def grow(self, num_rows: int, old_length: int, new_length: int) -> None:
+        """Copy `num_rows` rows of `old_length` slots into rows of `new_length` slots."""
+        if not self.is_initialized:
+            return
+        grown = []
+        for stored in (self.keys, self.values):
+            wider = stored.new_zeros(num_rows * new_length + 1, *stored.shape[1:])
+            rows = wider[:-1].view(num_rows, new_length, *stored.shape[1:])
+            rows[:, :old_length] = stored[:-1].view(num_rows, old_length, *stored.shape[1:])
+            grown.append(wider)
+        self.keys, self.values = grown
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask spans all slots; which of them a token may see is decided on positions, not on slots."""
+        return self.cache.num_slots, 0
+
+    def get_seq_length(self) -> int:
+        """Rows are of unequal length: there is no one past length, and positions are always given to the model."""
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+
+
+class RaggedCache(Cache):
+    """
+    A cache of `num_rows` rows in which the token at position `t` of row `i` lives in slot `i * length + t`.
+
+    Nothing is ever moved to bring rows into line: a row has no gaps, so slot order is position order (sliding windows
+    count right), and a rejected draft token needs no rollback, because the next token with that position replaces it.
+
+    Args:
+        num_rows (`int`): Rows N.
+        length (`int`): Slots per row at the start.
+        max_length (`int`): Slots per row at most.
+        block_size (`int`, *optional*, defaults to 128): Rows grow by at least this many slots at a time.
+    """
+
+    def __init__(self, num_rows: int, length: int, max_length: int, block_size: int = 128):
+        super().__init__(layers=[])
+        self.num_rows = num_rows
+        self.max_length = max_length
+        self.block_size = block_size
+        self.length = min(max_length, -(-length // block_size) * block_size)
+        self.slots: torch.Tensor = torch.empty(0, dtype=torch.long)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_rows * self.length
+
+    def reserve(self, length: int) -> None:
+        """
+        Make room for rows of `length` tokens.
+
+        Grows by half of what is there, at least one block and at most to `max_length`, so that the copies of a long
+        generation add up to a small multiple of the final size.
+
+        Args:
+            length (`int`): Slots that each row must have.
+
+        Raises:
+            `ValueError`: If `length` is over `max_length`.
+        """
+        if length <= self.length:
+            return
+        if length > self.max_length:
+            raise ValueError(f"`length` ({length}) is over the `max_length` ({self.max_length}) of this `RaggedCache`.")
+        wanted = max(length, self.length + max(self.block_size, self.length // 2))
+        new_length = min(self.max_length, -(-wanted // self.block_size) * self.block_size)
+        for layer in self.layers:
+            layer.grow(self.num_rows, self.length, new_length)
+        self.length = new_length
+
+    def slots_of(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """
+        Slots of tokens; a position below zero or past the row's end goes to the spare slot.
+
+        Args:
+            rows (`torch.LongTensor` of shape `(T,)`): Row of each token.
+            positions (`torch.LongTensor` of shape `(T,)`): Its position in that row.
+
+        Returns:
+            `torch.LongTensor` of shape `(T,)`.
+        """
+        inside = (positions >= 0) & (positions < self.length)
+        return torch.where(inside, rows * self.length + positions, self.num_slots)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See [`RaggedLayer.update`]. Layers appear as they are met; one that shares another's states stays empty."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(RaggedLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.num_slots, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return sum(
+            stored.numel() * stored.element_size()
+            for layer in self.layers
+            if layer.is_initialized
+            for stored in (layer.keys, layer.values)
+        )

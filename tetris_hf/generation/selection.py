@@ -1,0 +1,163 @@
+"""Which draft tokens of the batch are verified: from scores to a number of tokens per row.
+
+Knows drafts and a budget. Does not know models; whatever it selects, the text is exact as long as the rule of
+`docs/algorithm.md` is kept: how many tokens a row verifies may not depend on the token it stops before.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+from transformers.utils import logging
+
+from .drafting import Draft
+
+
+logger = logging.get_logger(__name__)
+
+
+class DraftSelector(ABC):
+    """
+    Shortens the rows of a draft, in the manner of a `LogitsProcessor`: small, callable, composable in a list.
+
+    Examples:
+
+    ```python
+    >>> class Threshold(DraftSelector):
+    ...     def __call__(self, draft, lengths, capacity):
+    ...         return torch.minimum(lengths, (draft.prefix_scores() > 0.1).sum(1))
+
+    >>> model.generate(**batch, assistant_model=draft, tetris_capacity=64, tetris_selector=[Threshold(), TetrisSelector()])
+    ```
+    """
+
+    @abstractmethod
+    def __call__(self, draft: Draft, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
+        """
+        Args:
+            draft ([`Draft`]): Tokens of R rows, K deep, with their scores.
+            lengths (`torch.LongTensor` of shape `(R,)`): What is still selectable: the first `lengths[i]` of each row.
+            capacity (`int`): C, draft tokens that may be verified over all rows.
+
+        Returns:
+            `torch.LongTensor` of shape `(R,)`: At most `lengths`.
+        """
+
+    def check_sampling(self) -> None:  # noqa: B027
+        """Called once before a call that samples. A selector that would bias it warns or raises here."""
+
+
+class DraftSelectorList(list[DraftSelector]):
+    """Selectors applied one after the other. Whatever they leave, [`spend`] keeps the total within the capacity."""
+
+    @classmethod
+    def of(cls, selectors: DraftSelector | Iterable[DraftSelector] | None) -> DraftSelectorList:
+        """A list of what the user gave: nothing (a [`TetrisSelector`]), one selector or several."""
+        if selectors is None:
+            return cls([TetrisSelector()])
+        found = cls([selectors] if callable(selectors) else selectors)
+        for selector in found:
+            if not callable(selector):
+                raise ValueError(
+                    f"`tetris_selector` must be a `DraftSelector` or a list of them, got {type(selector).__name__}."
+                )
+        return found
+
+    def __call__(self, draft: Draft, capacity: int) -> torch.Tensor:
+        """Lengths of shape `(R,)`, their sum at most `capacity`."""
+        lengths = draft.lengths
+        if draft.depth == 0:
+            return lengths
+        for selector in self:
+            lengths = torch.minimum(lengths, selector(draft, lengths, capacity)).clamp(min=0)
+        return spend(evenly(lengths, draft.depth), lengths, capacity)
+
+
+class TetrisSelector(DraftSelector):
+    """
+    Spends the budget on the tokens most likely to be accepted, over the whole batch (TETRIS paper, Algorithm 1).
+
+    Args:
+        score (`str`, *optional*, defaults to `"predictable"`):
+            `"predictable"` judges a token by the distribution at its place, not by the token drawn: exact at every
+            temperature, and the paper's own score when drafts are greedy. `"paper"` judges it by the probability of the
+            very token drawn, for reproduction: when sampling, this biases the output, and a warning says so.
+
+    Raises:
+        `ValueError`: If `score` is neither of the two.
+    """
+
+    def __init__(self, score: str = "predictable"):
+        if score not in ("predictable", "paper"):
+            raise ValueError(f'`score` must be "predictable" or "paper", got {score!r}.')
+        self.score = score
+
+    def __call__(self, draft: Draft, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
+        return spend(draft.prefix_scores(predictable=self.score == "predictable"), lengths, capacity)
+
+    def check_sampling(self) -> None:
+        if self.score == "paper":
+            logger.warning(
+                '`TetrisSelector(score="paper")` biases sampling: the text does not follow the distribution of the target. '
+                'Use `score="predictable"`, which is exact and the same when drafts are greedy.'
+            )
+
+
+class FixedWindowSelector(DraftSelector):
+    """
+    Gives every row the same window: standard speculative decoding (Leviathan et al., 2023).
+
+    A window that does not fit the capacity is cut for all rows alike, one place at a time.
+
+    Args:
+        window (`int`, *optional*): Draft tokens per row; by default all that were drafted.
+
+    Raises:
+        `ValueError`: If `window` is negative.
+    """
+
+    def __init__(self, window: int | None = None):
+        if window is not None and window < 0:
+            raise ValueError(f"`window` must be at least 0, got {window}.")
+        self.window = window
+
+    def __call__(self, draft: Draft, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
+        if self.window is not None:
+            lengths = lengths.clamp(max=self.window)
+        return spend(evenly(lengths, draft.depth), lengths, capacity)
+
+
+def evenly(lengths: torch.Tensor, depth: int) -> torch.Tensor:
+    """Scores that prefer shallow places over deep ones and know no other difference. Shape `(R, K)`."""
+    return -torch.arange(depth, device=lengths.device, dtype=torch.float32).expand(len(lengths), depth)
+
+
+def spend(scores: torch.Tensor, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
+    """
+    The lengths of rows that take the `capacity` best-scored tokens (TETRIS paper, Algorithm 1 and Theorem 1).
+
+    Scores do not increase along a row, so the best tokens are, by number, prefixes of rows: the heap walk of the paper
+    in one sort. Among equal scores the shallower place wins, then the lower row: winners are counted, never looked up by
+    their depth, so that ties cannot overshoot.
+
+    Args:
+        scores (`torch.FloatTensor` of shape `(R, K)`): Non-increasing along K.
+        lengths (`torch.LongTensor` of shape `(R,)`): Tokens of each row that can be taken.
+        capacity (`int`): C.
+
+    Returns:
+        `torch.LongTensor` of shape `(R,)`, with sum `min(capacity, lengths.sum())`.
+    """
+    num_rows, depth = scores.shape
+    if capacity >= num_rows * depth:
+        return lengths
+    takable = torch.arange(depth, device=scores.device) < lengths[:, None]  # (R, K)
+    # Place-major, so that a stable sort settles ties by place. Two sorts would settle -inf scores (a draft that is certain
+    # to fail) against places that do not exist; a finite floor does it in one.
+    floor = torch.finfo(scores.dtype).min
+    ranked = scores.clamp(min=floor).nan_to_num(floor).masked_fill(~takable, -torch.inf).T.flatten()  # (K * R,)
+    order = ranked.sort(descending=True, stable=True).indices[:capacity]  # (C,)
+    winners = takable.T.flatten()[order].long()
+    return torch.zeros_like(lengths).scatter_add_(0, order % num_rows, winners)

@@ -1,0 +1,123 @@
+"""What a call of speculative decoding did: counts per row and draft position, forwards, seconds.
+
+Knows counting. Does not know how tokens were chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class TetrisStats:
+    """
+    Counts of one call of `generate`. Names follow the TETRIS paper (section 5).
+
+    Every generated token is one of three: `N` first tokens that the prompts' own forward gives, accepted draft tokens, and
+    bonus tokens, which the target adds after the last accepted draft of a row in a step.
+
+    Attributes:
+        drafted (`torch.LongTensor` of shape `(N, K)`): Tokens proposed at each draft position.
+        verified (`torch.LongTensor` of shape `(N, K)`): Those of them that were selected and verified by the target.
+        accepted (`torch.LongTensor` of shape `(N, K)`): Those that became text.
+        bonus (`torch.LongTensor` of shape `(N,)`): Tokens added by the target.
+        live_steps (`torch.LongTensor` of shape `(N,)`): Steps that each row took part in.
+        capacity (`int`): C.
+        steps (`int`): Steps of propose, select, verify, commit.
+        target_forwards (`int`): Forwards of the target, the prompts' included.
+        target_tokens (`int`): Tokens computed in them.
+        draft_forwards (`int`): Forwards of the draft model.
+        seconds (`dict[str, float]`):
+            Host seconds spent in `prefill`, `propose`, `select`, `verify` and `commit`. On an asynchronous device work is
+            counted where the host waits for it; `benchmarks/` times stages with device events.
+    """
+
+    drafted: torch.Tensor
+    verified: torch.Tensor
+    accepted: torch.Tensor
+    bonus: torch.Tensor
+    live_steps: torch.Tensor
+    capacity: int
+    steps: int = 0
+    target_forwards: int = 0
+    target_tokens: int = 0
+    draft_forwards: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def zeros(cls, num_rows: int, depth: int, capacity: int, device: torch.device | str = "cpu") -> TetrisStats:
+        """Counts of nothing yet, for `num_rows` rows drafted `depth` deep."""
+        per_place = [torch.zeros(num_rows, depth, dtype=torch.long, device=device) for _ in range(3)]
+        per_row = [torch.zeros(num_rows, dtype=torch.long, device=device) for _ in range(2)]
+        return cls(*per_place, *per_row, capacity=capacity)
+
+    def count(
+        self, live: torch.Tensor, drafted: torch.Tensor, verified: torch.Tensor, accepted: torch.Tensor, kept: torch.Tensor
+    ) -> None:
+        """
+        Count one step.
+
+        Args:
+            live (`torch.LongTensor` of shape `(R,)`): Rows that took part.
+            drafted (`torch.LongTensor` of shape `(R,)`): Draft tokens proposed.
+            verified (`torch.LongTensor` of shape `(R,)`): Draft tokens verified.
+            accepted (`torch.LongTensor` of shape `(R,)`): Draft tokens accepted.
+            kept (`torch.LongTensor` of shape `(R,)`): Tokens committed, after the cut at the end of a row.
+        """
+        places = torch.arange(self.drafted.shape[1], device=live.device)
+        for total, lengths in (
+            (self.drafted, drafted),
+            (self.verified, verified),
+            (self.accepted, torch.minimum(accepted, kept)),
+        ):
+            total[live] += (places < lengths[:, None]).long()  # (R, K)
+        self.bonus[live] += (kept > accepted).long()
+        self.live_steps[live] += 1
+        self.steps += 1
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the host time spent within this context to `seconds[stage]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    @property
+    def vsr(self) -> float:
+        """Verification success rate, accepted / verified (paper, `eq:VSR`); `nan` if nothing was verified."""
+        return _ratio(self.accepted.sum(), self.verified.sum())
+
+    @property
+    def ter(self) -> float:
+        """Target efficiency rate, (accepted + bonus) / (verified + live rows), summed over steps (paper, `eq:TER`)."""
+        return _ratio(self.accepted.sum() + self.bonus.sum(), self.verified.sum() + self.live_steps.sum())
+
+    @property
+    def mean_accepted(self) -> float:
+        """Tokens that a live row gains per step, bonus included; 1 without speculation."""
+        return _ratio(self.accepted.sum() + self.bonus.sum(), self.live_steps.sum())
+
+    @property
+    def acceptance(self) -> torch.Tensor:
+        """Share of the verified tokens that were accepted, per draft position. `torch.FloatTensor` of shape `(K,)`."""
+        return self.accepted.sum(0) / self.verified.sum(0)
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
+        return (
+            f"{self.steps} steps, capacity {self.capacity}: {int(self.drafted.sum())} drafted, "
+            f"{int(self.verified.sum())} verified, {int(self.accepted.sum())} accepted, {int(self.bonus.sum())} bonus; "
+            f"VSR {self.vsr:.3f}, TER {self.ter:.3f}, {self.mean_accepted:.2f} tokens per row and step; "
+            f"{self.target_forwards} target and {self.draft_forwards} draft forwards; seconds: {stages}"
+        )
+
+
+def _ratio(part: torch.Tensor, whole: torch.Tensor) -> float:
+    return float(part) / float(whole) if float(whole) else float("nan")
