@@ -2,7 +2,7 @@
 
 from .assistant_drafter import AssistantDrafter
 from .decoding import TetrisDecoderOnlyOutput, TetrisDecoding
-from .drafting import Draft, Drafter
+from .drafting import Draft, Drafter, Verification
 from .generate import disable, enable, generate
 from .selection import DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
 from .stats import TetrisStats

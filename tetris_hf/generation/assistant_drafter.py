@@ -14,6 +14,7 @@ from .packing import Packing
 from .processing import LogitsProcessing
 from .rejection import sample
 from .rows import Rows
+from .validation import check_model, check_vocabularies
 
 
 class AssistantDrafter(Drafter):
@@ -28,7 +29,15 @@ class AssistantDrafter(Drafter):
         self.model = model
         self._packed: PackedModel | None = None
 
-    def begin(self, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        return [self.model]
+
+    def check(self, target: PreTrainedModel) -> None:
+        check_model(self.model, "assistant_model")
+        check_vocabularies(target, self.model)
+
+    def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self._context = min(rows.max_length, context or rows.max_length)
         self._packed = PackedModel(self.model, rows.num_rows, rows.prompt_width, self._context)
@@ -58,8 +67,7 @@ class AssistantDrafter(Drafter):
             else:
                 first = text_length + place - 1
                 counts = (lengths > place).long()
-            logits = self._forward(rows, live, first, counts)  # (R, V)
-            logits = self._fit(logits)
+            logits = self._fit(self._forward(rows, live, first, counts))  # (R, V)
             scores = processing(logits, live, rows.length[live] + place)
             distribution = scores.softmax(-1)
             if q is None:
@@ -80,7 +88,8 @@ class AssistantDrafter(Drafter):
         all_first = torch.zeros_like(rows.length).index_copy_(0, live, first)
         packing = Packing.fitting(all_counts, all_first)
         tokens = rows.read(packing.rows.clamp(min=0), packing.positions)
-        return self._packed.forward(tokens, packing, keep=packing.last[live])
+        logits, _ = self._packed.forward(tokens, packing, keep=packing.last[live])
+        return logits
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """Bring the logits to the target's width: padded vocabularies of one tokenizer may differ. `(R, V)`."""

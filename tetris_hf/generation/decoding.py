@@ -16,7 +16,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from .assistant_drafter import AssistantDrafter
-from .drafting import Draft, Drafter
+from .drafting import Draft, Drafter, Verification
 from .packed_model import PackedModel, packed_attention
 from .packing import Packing
 from .processing import LogitsProcessing
@@ -31,7 +31,6 @@ from .validation import (
     check_model,
     check_positions,
     check_request,
-    check_vocabularies,
     padding_of,
 )
 
@@ -86,12 +85,7 @@ class TetrisDecoding:
         self.capacity = check_capacity(capacity, "capacity")
         self.num_assistant_tokens = check_depth(num_assistant_tokens)
         self.selectors = DraftSelectorList.of(selector)
-        if assistant is not None and not isinstance(assistant, PreTrainedModel | Drafter):
-            raise ValueError(
-                f"`assistant_model` must be a causal LM or a `Drafter`, got {type(assistant).__name__}: load it with "
-                "`AutoModelForCausalLM.from_pretrained`."
-            )
-        self.drafter = AssistantDrafter(assistant) if isinstance(assistant, PreTrainedModel) else assistant
+        self.drafter = _as_drafter(assistant)
 
     def __call__(
         self,
@@ -123,9 +117,8 @@ class TetrisDecoding:
         """
         check_request(input_ids, generation_config, logits_processor, model_kwargs)
         check_model(model, "model")
-        if isinstance(self.drafter, AssistantDrafter):
-            check_model(self.drafter.model, "assistant_model")
-            check_vocabularies(model, self.drafter.model)
+        if self.drafter is not None:
+            self.drafter.check(model)
         if generation_config.do_sample:
             for selector in self.selectors:
                 selector.check_sampling()
@@ -136,11 +129,14 @@ class TetrisDecoding:
         rows = Rows(input_ids, padding, generation_config.max_length, pad_token_id if pad_token_id is not None else 0)
         depth = self._depth(rows.num_rows, check_depth(num_assistant_tokens), generation_config)
         stats = TetrisStats.zeros(rows.num_rows, depth, self.capacity, input_ids.device)
-        models = [model, self.drafter.model] if isinstance(self.drafter, AssistantDrafter) else [model]
+        drafter_models = self.drafter.models if self.drafter is not None else []
+        needs_hidden_states = self.drafter is not None and self.drafter.needs_hidden_states
         try:
-            with packed_attention(*models):
+            with packed_attention(model, *drafter_models):
                 self._decode(
-                    PackedModel(model, rows.num_rows, rows.prompt_width + depth + 1, rows.max_length),
+                    PackedModel(
+                        model, rows.num_rows, rows.prompt_width + depth + 1, rows.max_length, needs_hidden_states
+                    ),
                     rows,
                     LogitsProcessing(logits_processor, rows, generation_config.do_sample),
                     RowStopping(stopping_criteria, input_ids.device),
@@ -173,10 +169,11 @@ class TetrisDecoding:
             with stats.timed("select"):
                 lengths = self.selectors(draft, self.capacity)  # (R,)
             with stats.timed("verify"):
-                p, starts = self._verify(target, rows, processing, live, draft, lengths)  # (R + C, V)
+                p, hidden_states, starts = self._verify(target, rows, processing, live, draft, lengths)  # (R + C, V)
             with stats.timed("commit"):
                 accepted = rejection_sample(p, draft.q, draft.tokens, lengths, starts)
-                self._commit(rows, stopping, live, accepted, draft, lengths, stats)
+                verification = Verification(live, draft, lengths, accepted.counts - 1, hidden_states, starts)
+                self._commit(rows, stopping, accepted, verification, stats)
                 live = rows.live()
         stats.target_forwards, stats.target_tokens = target.num_forwards, target.num_tokens
         stats.draft_forwards = self.drafter.num_forwards if self.drafter is not None else 0
@@ -188,13 +185,17 @@ class TetrisDecoding:
         live = rows.live()
         counts = rows.text_length(live)
         packing = Packing.fitting(counts, torch.zeros_like(counts))
-        logits = target.forward(rows.read(packing.rows, packing.positions), packing, keep=packing.last)  # (N, V)
+        logits, hidden_states = target.forward(
+            rows.read(packing.rows, packing.positions), packing, keep=packing.last
+        )  # (N, V)
         p = _distributions(processing, logits, live, rows.length)
         token = (p if p.dim() == 1 else sample(p))[:, None]  # (N, 1)
         rows.write(live, token, torch.ones_like(live))
         rows.commit(live, *stopping(rows, live, token, torch.ones_like(live)))
         if self.drafter is not None and self.capacity > 0:
-            self.drafter.begin(rows, logits.shape[1], processing.for_drafts())
+            self.drafter.begin(target.model, rows, logits.shape[1], processing.for_drafts())
+            none = torch.zeros_like(live)
+            self.drafter.observe(rows, Verification(live, Draft.empty(live), none, none, hidden_states, live))
 
     def _propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
         """Drafts for the live rows, no deeper than any of them has room for."""
@@ -213,36 +214,40 @@ class TetrisDecoding:
         live: torch.Tensor,
         draft: Draft,
         lengths: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """
         One target forward over each row's last committed token and its selected drafts, nothing else.
 
         Returns:
-            `tuple[torch.Tensor, torch.LongTensor]`: The distributions in packed order, `(T, V)` or one-hot `(T,)`, and
-            the packed index of each live row's first one, `(R,)`.
+            `tuple[torch.Tensor, torch.Tensor | None, torch.LongTensor]`: The distributions in packed order, `(T, V)` or
+            one-hot `(T,)`; the hidden states that gave them, if the drafter needs them, `(T, hidden_size)`; and the packed
+            index of each live row's first one, `(R,)`.
         """
         counts = torch.zeros_like(rows.length).index_copy_(0, live, lengths + 1)  # (N,)
         first = rows.text_length(torch.arange(rows.num_rows, device=live.device)) - 1
         packing = Packing.fitting(counts, first)
-        logits = target.forward(rows.read(packing.rows, packing.positions), packing)  # (T, V)
+        logits, hidden_states = target.forward(rows.read(packing.rows, packing.positions), packing)  # (T, V)
         columns = rows.padding[packing.rows] + packing.positions + 1
-        return _distributions(processing, logits, packing.rows, columns), packing.starts[live]
+        return _distributions(processing, logits, packing.rows, columns), hidden_states, packing.starts[live]
 
     def _commit(
         self,
         rows: Rows,
         stopping: RowStopping,
-        live: torch.Tensor,
         accepted: Accepted,
-        draft: Draft,
-        lengths: torch.Tensor,
+        verification: Verification,
         stats: TetrisStats,
     ) -> None:
-        """Commit what was accepted, each row cut where it ends."""
+        """Commit what was accepted, each row cut where it ends, and let drafter and selectors see it."""
+        live = verification.live
         rows.write(live, accepted.tokens, accepted.counts)
         kept, finished = stopping(rows, live, accepted.tokens, accepted.counts)
         rows.commit(live, kept, finished)
-        stats.count(live, draft.lengths, lengths, accepted.counts - 1, kept)
+        stats.count(live, verification.draft.lengths, verification.lengths, verification.num_accepted, kept)
+        if self.drafter is not None and self.capacity > 0:
+            self.drafter.observe(rows, verification)
+        for selector in self.selectors:
+            selector.observe(verification)
 
     def _depth(self, num_rows: int, call: int | None, generation_config: GenerationConfig) -> int:
         """K: the call's, this object's, the assistant's, else a little deeper than an even share of the budget."""
@@ -262,6 +267,20 @@ def _distributions(
     """Processed distributions: float32 `(T, V)` when sampling, else `(T,)`, the token at which each is one."""
     scores = processing(logits, rows, columns)
     return scores.softmax(-1) if processing.do_sample else scores.argmax(-1)
+
+
+def _as_drafter(assistant: PreTrainedModel | Drafter | None) -> Drafter | None:
+    """The drafter for what the user gave. A model may bring its own, as Medusa heads do, by a method `as_drafter`."""
+    if assistant is None or isinstance(assistant, Drafter):
+        return assistant
+    if hasattr(assistant, "as_drafter"):
+        return assistant.as_drafter()
+    if not isinstance(assistant, PreTrainedModel):
+        raise ValueError(
+            f"`assistant_model` must be a causal LM or a `Drafter`, got {type(assistant).__name__}: load it with "
+            "`AutoModelForCausalLM.from_pretrained`."
+        )
+    return AssistantDrafter(assistant)
 
 
 def _first(token_ids: torch.Tensor | None) -> int | None:

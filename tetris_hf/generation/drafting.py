@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from .processing import LogitsProcessing
 from .rows import Rows
@@ -70,6 +71,31 @@ class Draft:
         return survival.masked_fill(places >= self.lengths[:, None], -torch.inf)
 
 
+@dataclass(frozen=True)
+class Verification:
+    """
+    What the target said about a draft; shown to drafters and selectors that learn or that read hidden states.
+
+    Attributes:
+        live (`torch.LongTensor` of shape `(R,)`): Rows that took part.
+        draft ([`Draft`]): What was proposed; empty for the prompts' own forward.
+        lengths (`torch.LongTensor` of shape `(R,)`): Draft tokens verified in each row.
+        num_accepted (`torch.LongTensor` of shape `(R,)`): Those that were accepted, before the cut at the end of a row.
+        hidden_states (`torch.Tensor` of shape `(T, hidden_size)`, *optional*):
+            Inputs of the target's output embeddings at the packed tokens, if [`~Drafter.needs_hidden_states`].
+        starts (`torch.LongTensor` of shape `(R,)`):
+            Packed index of each row's first token. The state that gave row i's newest token is at
+            `starts[i] + num_accepted[i]`; those of the other tokens committed with it come before it.
+    """
+
+    live: torch.Tensor
+    draft: Draft
+    lengths: torch.Tensor
+    num_accepted: torch.Tensor
+    hidden_states: torch.Tensor | None
+    starts: torch.Tensor
+
+
 class Drafter(ABC):
     """
     Proposes draft tokens for the rows of a batch. Subclass it to bring a drafter of your own.
@@ -78,11 +104,35 @@ class Drafter(ABC):
     and dropped in [`~Drafter.end`]. The text is exact whatever a drafter proposes; only the speed depends on it.
     """
 
-    def begin(self, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:  # noqa: B027
+    needs_hidden_states: bool = False
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """Models that the drafter runs over packed tokens."""
+        return []
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards of a draft model in this call."""
+        return 0
+
+    def check(self, target: PreTrainedModel) -> None:  # noqa: B027
+        """
+        Called before the first forward.
+
+        Args:
+            target (`PreTrainedModel`): The model to draft for.
+
+        Raises:
+            `ValueError`: If this drafter cannot serve it.
+        """
+
+    def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:  # noqa: B027
         """
         Start a call: the prompts and each row's first token are in `rows`.
 
         Args:
+            target (`PreTrainedModel`): The model to draft for. It may be read, not changed.
             rows (`Rows`): The batch.
             vocab_size (`int`): V, the width of the target's logits. No token at or above it may be proposed.
             processing (`LogitsProcessing`): Turns the drafter's logits into scores as the target's are turned.
@@ -99,13 +149,17 @@ class Drafter(ABC):
             depth (`int`): K, at least 1.
 
         Returns:
-            [`Draft`]
+            [`Draft`]: Of depth `depth` at most; no row longer than `rows.room(live)`.
+        """
+
+    def observe(self, rows: Rows, verification: Verification) -> None:  # noqa: B027
+        """
+        Called after every commit, and once after `begin` for the prompts' own forward.
+
+        Args:
+            rows (`Rows`): The batch, with the new tokens committed.
+            verification ([`Verification`]): What the target said.
         """
 
     def end(self) -> None:  # noqa: B027
         """End the call, also after an error: free what it made."""
-
-    @property
-    def num_forwards(self) -> int:
-        """Forwards of a draft model in this call."""
-        return 0

@@ -62,10 +62,14 @@ class PackedModel:
         num_rows (`int`): Rows N.
         length (`int`): Tokens per row to make room for at once.
         max_length (`int`): Tokens per row at most.
+        keep_hidden_states (`bool`, *optional*, defaults to `False`): Whether a forward also returns hidden states.
     """
 
-    def __init__(self, model: PreTrainedModel, num_rows: int, length: int, max_length: int):
+    def __init__(
+        self, model: PreTrainedModel, num_rows: int, length: int, max_length: int, keep_hidden_states: bool = False
+    ):
         self.model = model
+        self.keep_hidden_states = keep_hidden_states
         self.cache = RaggedCache(num_rows, length, max_length)
         self.num_forwards = 0
         self.num_tokens = 0
@@ -73,7 +77,9 @@ class PackedModel:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._device = model.get_input_embeddings().weight.device
 
-    def forward(self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         One forward of the model over packed tokens; their keys and values go into the cache.
 
@@ -83,7 +89,8 @@ class PackedModel:
             keep (`torch.LongTensor` of shape `(M,)`, *optional*): Packed indices whose logits are wanted; by default all.
 
         Returns:
-            `torch.FloatTensor` of shape `(M, V)`: Logits in float32, on the device of `input_ids`.
+            `tuple[torch.FloatTensor, torch.Tensor | None]`: Logits of shape `(M, V)` in float32, on the device of
+            `input_ids`; and, if kept, the inputs of the output embeddings that gave them, of shape `(M, hidden_size)`.
         """
         self.cache.reserve(packing.max_length)
         self.cache.slots = self.cache.slots_of(packing.rows, packing.positions)
@@ -97,10 +104,29 @@ class PackedModel:
         }
         if keep is not None and self._keeps_logits:
             model_kwargs["logits_to_keep"] = keep.to(self._device)
-        with packed_as(packing):
+        with packed_as(packing), self._last_hidden_states() as hidden_states:
             logits = self.model(**model_kwargs).logits[0]
+        hidden = hidden_states[-1][0] if hidden_states else None
         if keep is not None and not self._keeps_logits:
             logits = logits[keep.to(logits.device)]
+            hidden = hidden[keep.to(hidden.device)] if hidden is not None else None
         self.num_forwards += 1
         self.num_tokens += packing.num_tokens
-        return logits.to(device=input_ids.device, dtype=torch.float32)  # (M, V)
+        return logits.to(device=input_ids.device, dtype=torch.float32), hidden  # (M, V), (M, hidden_size)
+
+    @contextmanager
+    def _last_hidden_states(self) -> Iterator[list[torch.Tensor]]:
+        """
+        What enters the output embeddings within this context. `output_hidden_states=True` would keep those of every layer
+        and every prompt token as well.
+        """
+        seen: list[torch.Tensor] = []
+        if not self.keep_hidden_states:
+            yield seen
+            return
+        head = self.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        try:
+            yield seen
+        finally:
+            handle.remove()

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from transformers.utils import logging
 
-from .drafting import Draft
+from .drafting import Draft, Verification
 
 
 logger = logging.get_logger(__name__)
@@ -47,6 +47,9 @@ class DraftSelector(ABC):
 
     def check_sampling(self) -> None:  # noqa: B027
         """Called once before a call that samples. A selector that would bias it warns or raises here."""
+
+    def observe(self, verification: Verification) -> None:  # noqa: B027
+        """Called after every commit, for selectors that learn. What is learned may only affect later steps."""
 
 
 class DraftSelectorList(list[DraftSelector]):

@@ -1,0 +1,36 @@
+"""Exact, fast, batched speculative decoding inside Hugging Face transformers."""
+
+from .generation import (
+    AssistantDrafter,
+    Draft,
+    Drafter,
+    DraftSelector,
+    DraftSelectorList,
+    FixedWindowSelector,
+    TetrisDecoderOnlyOutput,
+    TetrisDecoding,
+    TetrisSelector,
+    TetrisStats,
+    disable,
+    enable,
+)
+from .models import LayerSkipAssistant
+
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AssistantDrafter",
+    "Draft",
+    "DraftSelector",
+    "DraftSelectorList",
+    "Drafter",
+    "FixedWindowSelector",
+    "LayerSkipAssistant",
+    "TetrisDecoderOnlyOutput",
+    "TetrisDecoding",
+    "TetrisSelector",
+    "TetrisStats",
+    "disable",
+    "enable",
+]
