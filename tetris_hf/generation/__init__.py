@@ -6,3 +6,21 @@ from .drafting import Draft, Drafter, Verification
 from .generate import disable, enable, generate
 from .selection import DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
 from .stats import TetrisStats
+
+
+__all__ = [
+    "AssistantDrafter",
+    "Draft",
+    "DraftSelector",
+    "DraftSelectorList",
+    "Drafter",
+    "FixedWindowSelector",
+    "TetrisDecoderOnlyOutput",
+    "TetrisDecoding",
+    "TetrisSelector",
+    "TetrisStats",
+    "Verification",
+    "disable",
+    "enable",
+    "generate",
+]

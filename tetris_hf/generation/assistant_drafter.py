@@ -47,9 +47,10 @@ class AssistantDrafter(Drafter):
         self._cached = torch.zeros_like(rows.length)
 
     def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
-        """See [`Drafter.propose`]. One forward per draft token; the first one also takes in what was committed since."""
-        packed, processing = self._packed, self._processing
-        assert packed is not None, "`begin` comes first"
+        """
+        See [`Drafter.propose`]. One forward per draft token; the first one also takes in what was committed since.
+        """
+        processing = self._processing
         text_length = rows.text_length(live)
         # A row whose next draft would lie past this model's context drafts nothing and goes on.
         lengths = torch.minimum(rows.room(live), self._context + 1 - text_length).clamp(0, depth)  # (R,)
@@ -60,8 +61,8 @@ class AssistantDrafter(Drafter):
         q = torch.zeros(len(live), depth, self._vocab_size, device=live.device) if processing.do_sample else None
         for place in range(depth):
             if place == 0:
-                # Two tokens per row at least: if all drafts and the bonus token were accepted, the last draft is new to
-                # the cache. Two at most, after the first round: so the shape does not depend on what was accepted.
+                # Two tokens per row at least: if all drafts and the bonus token were accepted, the last draft is new
+                # to the cache. Two at most, after the first round: so the shape does not depend on what was accepted.
                 first = torch.minimum(self._cached[live], text_length - 2).clamp(min=0)
                 counts = (text_length - first) * (lengths > 0)
             else:
@@ -83,11 +84,14 @@ class AssistantDrafter(Drafter):
         return Draft(tokens, lengths, probabilities, expectations, q)
 
     def _forward(self, rows: Rows, live: torch.Tensor, first: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Feed `counts[i]` tokens of row `live[i]` from position `first[i]` on; logits at the last of each. `(R, V)`."""
+        """
+        Feed `counts[i]` tokens of row `live[i]` from position `first[i]` on; logits at the last of each. `(R, V)`.
+        """
         all_counts = torch.zeros_like(rows.length).index_copy_(0, live, counts)
         all_first = torch.zeros_like(rows.length).index_copy_(0, live, first)
         packing = Packing.fitting(all_counts, all_first)
         tokens = rows.read(packing.rows.clamp(min=0), packing.positions)
+        assert self._packed is not None, "`begin` comes first"
         logits, _ = self._packed.forward(tokens, packing, keep=packing.last[live])
         return logits
 

@@ -51,9 +51,9 @@ class TetrisDecoding:
     """
     Batched speculative decoding as a decoding method: `model.generate(**inputs, custom_generate=TetrisDecoding(...))`.
 
-    In every step each live row drafts K tokens, the `capacity` most promising of all rows are verified in one forward of the
-    target, and each row keeps what was accepted plus one token of the target. Greedy text is that of plain `generate` (token
-    for token in float32); sampled text has exactly the target's distribution.
+    In every step each live row drafts K tokens, the `capacity` most promising of all rows are verified in one forward
+    of the target, and each row keeps what was accepted plus one token of the target. Greedy text is that of plain
+    `generate` (token for token in float32); sampled text has exactly the target's distribution.
 
     Args:
         assistant (`PreTrainedModel` or [`Drafter`], *optional*):
@@ -62,7 +62,8 @@ class TetrisDecoding:
         num_assistant_tokens (`int`, *optional*):
             K, draft tokens proposed per row and step. By default what the call or the assistant's generation config
             says, else `ceil(C / N) + 2`.
-        selector ([`DraftSelector`] or a list of them, *optional*): Which drafts are verified, by default [`TetrisSelector`].
+        selector ([`DraftSelector`] or a list of them, *optional*):
+            Which drafts are verified, by default [`TetrisSelector`].
 
     Raises:
         `ValueError`: If an argument is out of range, or the assistant is neither a causal LM nor a [`Drafter`].
@@ -96,7 +97,7 @@ class TetrisDecoding:
         generation_config: GenerationConfig,
         num_assistant_tokens: int | None = None,
         **model_kwargs: Any,
-    ) -> TetrisDecoderOnlyOutput | torch.LongTensor:
+    ) -> TetrisDecoderOnlyOutput | torch.Tensor:
         """
         The decoding method that `generate` calls with everything prepared. Not called by users.
 
@@ -110,7 +111,8 @@ class TetrisDecoding:
             model_kwargs: What plain `generate` would pass to the model.
 
         Returns:
-            [`TetrisDecoderOnlyOutput`] or `torch.LongTensor` of shape `(N, width)`: Prompts and right-padded continuations.
+            [`TetrisDecoderOnlyOutput`] or `torch.LongTensor` of shape `(N, width)`: Prompts and right-padded
+            continuations.
 
         Raises:
             `ValueError`: If something is asked that cannot be done exactly.
@@ -178,9 +180,7 @@ class TetrisDecoding:
         stats.target_forwards, stats.target_tokens = target.num_forwards, target.num_tokens
         stats.draft_forwards = self.drafter.num_forwards if self.drafter is not None else 0
 
-    def _prefill(
-        self, target: PackedModel, rows: Rows, processing: LogitsProcessing, stopping: RowStopping
-    ) -> None:
+    def _prefill(self, target: PackedModel, rows: Rows, processing: LogitsProcessing, stopping: RowStopping) -> None:
         """One forward over all prompts, packed; each row's first token comes from the logits of its last one."""
         live = rows.live()
         counts = rows.text_length(live)
@@ -219,9 +219,9 @@ class TetrisDecoding:
         One target forward over each row's last committed token and its selected drafts, nothing else.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor | None, torch.LongTensor]`: The distributions in packed order, `(T, V)` or
-            one-hot `(T,)`; the hidden states that gave them, if the drafter needs them, `(T, hidden_size)`; and the packed
-            index of each live row's first one, `(R,)`.
+            `tuple[torch.Tensor, torch.Tensor | None, torch.LongTensor]`: The distributions in packed order, `(T, V)`
+            or one-hot `(T,)`; the hidden states that gave them, if the drafter needs them, `(T, hidden_size)`; and the
+            packed index of each live row's first one, `(R,)`.
         """
         counts = torch.zeros_like(rows.length).index_copy_(0, live, lengths + 1)  # (N,)
         first = rows.text_length(torch.arange(rows.num_rows, device=live.device)) - 1

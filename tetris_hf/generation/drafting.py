@@ -29,8 +29,8 @@ class Draft:
             The same from the *distribution* at that place alone, blind to the token drawn from it. Equals
             `probabilities` where the token is a function of the distribution.
         q (`torch.FloatTensor` of shape `(R, K, V)`, *optional*):
-            The float32 distributions that the tokens were sampled from, after all draft processors. `None` if the tokens
-            were not sampled: q is then one at the token.
+            The float32 distributions that the tokens were sampled from, after all draft processors. `None` if the
+            tokens were not sampled: q is then one at the token.
     """
 
     tokens: torch.Tensor
@@ -80,7 +80,8 @@ class Verification:
         live (`torch.LongTensor` of shape `(R,)`): Rows that took part.
         draft ([`Draft`]): What was proposed; empty for the prompts' own forward.
         lengths (`torch.LongTensor` of shape `(R,)`): Draft tokens verified in each row.
-        num_accepted (`torch.LongTensor` of shape `(R,)`): Those that were accepted, before the cut at the end of a row.
+        num_accepted (`torch.LongTensor` of shape `(R,)`):
+            Those that were accepted, before the cut at the end of a row.
         hidden_states (`torch.Tensor` of shape `(T, hidden_size)`, *optional*):
             Inputs of the target's output embeddings at the packed tokens, if [`~Drafter.needs_hidden_states`].
         starts (`torch.LongTensor` of shape `(R,)`):
@@ -127,7 +128,9 @@ class Drafter(ABC):
             `ValueError`: If this drafter cannot serve it.
         """
 
-    def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:  # noqa: B027
+    def begin(  # noqa: B027
+        self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing
+    ) -> None:
         """
         Start a call: the prompts and each row's first token are in `rows`.
 

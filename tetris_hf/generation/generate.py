@@ -88,7 +88,8 @@ def generate(
         inputs (`torch.LongTensor` of shape `(N, prompt_width)`, *optional*): Left-padded prompts.
         assistant_model (`PreTrainedModel` or [`Drafter`], *optional*): Who drafts.
         tetris_capacity (`int`, *optional*):
-            C, draft tokens verified per step over the whole batch. 0 decodes without drafts, `None` is plain `generate`.
+            C, draft tokens verified per step over the whole batch. 0 decodes without drafts, `None` is plain
+            `generate`.
         tetris_selector ([`DraftSelector`] or a list of them, *optional*): Which drafts are verified.
         kwargs: Every other argument of `generate`; `num_assistant_tokens` is K, the draft tokens per row and step.
 
@@ -121,8 +122,12 @@ def _ignoring_self(bound: Callable) -> Callable:
     return generate
 
 
-def _dispatch(plain: Callable, preparing: Callable, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Plain `generate` without a capacity; else `preparing`, a `generate` that prepares the inputs for our decoding."""
+def _dispatch(
+    plain: Callable, preparing: Callable, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """
+    Plain `generate` without a capacity; else `preparing`, a `generate` that prepares the inputs for our decoding.
+    """
     capacity, selector = kwargs.pop("tetris_capacity", None), kwargs.pop("tetris_selector", None)
     if capacity is None:
         if selector is not None:
@@ -141,7 +146,8 @@ def _dispatch(plain: Callable, preparing: Callable, model: PreTrainedModel, args
         raise ValueError("`custom_generate` and `tetris_capacity` are two decoding methods: pass one of them.")
     if assistant_tokenizer is not None:
         raise ValueError(
-            "`assistant_tokenizer` is not supported with `tetris_capacity`: the assistant must share the model's tokenizer."
+            "`assistant_tokenizer` is not supported with `tetris_capacity`: the assistant must share the model's "
+            "tokenizer."
         )
     if streamer is not None:
         raise ValueError("`streamer` is not supported with `tetris_capacity` yet: leave it out.")

@@ -23,15 +23,17 @@ from .ragged_cache import RaggedCache
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
-def cache_argument(model: PreTrainedModel) -> str | None:
-    """Name under which `model.forward` takes its cache, or `None` if it takes none."""
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name under which `model.forward` takes its cache, or an empty string if it takes none."""
     parameters = inspect.signature(model.forward).parameters
-    return next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), "")
 
 
 def attention_configs(model: PreTrainedModel) -> list[Any]:
     """Every config object that some module of `model` reads its attention implementation from."""
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    found = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
     return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
 
 
@@ -86,7 +88,8 @@ class PackedModel:
         Args:
             input_ids (`torch.LongTensor` of shape `(T,)`): The packed tokens.
             packing (`Packing`): Their rows and positions.
-            keep (`torch.LongTensor` of shape `(M,)`, *optional*): Packed indices whose logits are wanted; by default all.
+            keep (`torch.LongTensor` of shape `(M,)`, *optional*):
+                Packed indices whose logits are wanted; by default all.
 
         Returns:
             `tuple[torch.FloatTensor, torch.Tensor | None]`: Logits of shape `(M, V)` in float32, on the device of
@@ -117,8 +120,8 @@ class PackedModel:
     @contextmanager
     def _last_hidden_states(self) -> Iterator[list[torch.Tensor]]:
         """
-        What enters the output embeddings within this context. `output_hidden_states=True` would keep those of every layer
-        and every prompt token as well.
+        What enters the output embeddings within this context. `output_hidden_states=True` would keep those of every
+        layer and every prompt token as well.
         """
         seen: list[torch.Tensor] = []
         if not self.keep_hidden_states:

@@ -100,7 +100,10 @@ class Packing:
 
     @cached_property
     def packed_index(self) -> torch.Tensor:
-        """Where each packed token stands in the flattened `(N, max_count)` of `padded_index`; filler reads 0. Shape `(T,)`."""
+        """
+        Where each packed token stands in the flattened `(N, max_count)` of `padded_index`; filler reads 0. Shape
+        `(T,)`.
+        """
         return self.rows.clamp(min=0) * self.max_count + self.offsets
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ def _named(*names: str) -> frozenset[type]:
 # Look at the scores alone, one position at a time.
 HISTORY_FREE = _named(
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper",
-    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization",
+    "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor",
 )  # fmt: skip
 
 # Look at a row's own prefix as well, but neither at other rows nor at the row's number.
@@ -35,7 +35,8 @@ ROW_WISE = _named(
 
 def _is_row_wise(processor: LogitsProcessor) -> bool:
     # The repetition penalty may carry one number per row of the whole batch.
-    return type(processor) in ROW_WISE and not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+    per_row = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+    return type(processor) in ROW_WISE and not per_row
 
 
 class LogitsProcessing:
@@ -63,8 +64,8 @@ class LogitsProcessing:
 
     def for_drafts(self) -> LogitsProcessing:
         """
-        The part worth its price on drafts. Any q is exact, so a processor that would have to be shown the whole batch for
-        every draft position is left to the verification.
+        The part worth its price on drafts. Any q is exact, so a processor that would have to be shown the whole batch
+        for every draft position is left to the verification.
         """
         kept = [processor for processor in self.processors if type(processor) in HISTORY_FREE | ROW_WISE]
         return LogitsProcessing(kept, self.rows, self.do_sample)
@@ -104,7 +105,9 @@ class LogitsProcessing:
         return processed
 
     def _whole_prefix(self, width: int, chosen: torch.Tensor) -> torch.Tensor:
-        """All rows' prefixes; a row that is not `chosen` shows what it has committed and padding after it. `(N, width)`."""
+        """
+        All rows' prefixes; a row that is not `chosen` shows what it has committed and padding after it. `(N, width)`.
+        """
         beyond = torch.arange(width, device=chosen.device) >= self.rows.length[:, None]
         beyond[chosen] = False
         return self.rows.prefix(width).masked_fill(beyond, self.rows.pad_token_id)

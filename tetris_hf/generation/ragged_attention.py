@@ -1,7 +1,7 @@
 """Attention of packed tokens over a [`RaggedCache`], behind transformers' own attention and mask interfaces.
 
-Knows queries, keys, values and the model's own rule of what sees what. Does not know models: the rule reaches it as the
-`mask_function` that transformers builds for every kind of layer (causal, sliding, chunked, ...).
+Knows queries, keys, values and the model's own rule of what sees what. Does not know models: the rule reaches it as
+the `mask_function` that transformers builds for every kind of layer (causal, sliding, chunked, ...).
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from transformers.masking_utils import causal_mask_function
 from .packing import Packing
 
 
-# The name that a model's config carries during a call. It is this module's own, so that an installed package and a copy of
-# this folder loaded from the Hub can serve side by side in one process.
+# The name that a model's config carries during a call. It is this module's own, so that an installed package and a
+# copy of this folder loaded from the Hub can serve side by side in one process.
 ATTENTION_NAME = f"tetris_ragged:{__name__}"
 
 _packing: ContextVar[Packing] = ContextVar("packing")
 
 # What models hand to an attention function without any effect on its result here: what it says is in the mask already
-# (`sliding_window`, `is_causal`), in the packing (`position_ids`) or is about what to return. Everything else is refused.
+# (`sliding_window`, `is_causal`), in the packing (`position_ids`) or is about what to return. Everything else is
+# refused.
 _HARMLESS = frozenset(
-    "sliding_window is_causal position_ids cache_position use_cache output_attentions output_hidden_states return_dict "
-    "logits_to_keep output_router_logits num_items_in_batch training cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
+    "sliding_window is_causal position_ids cache_position use_cache output_attentions output_hidden_states "
+    "output_router_logits return_dict logits_to_keep num_items_in_batch training cu_seq_lens_q cu_seq_lens_k "
+    "max_length_q max_length_k".split()
 )
 
 
@@ -53,8 +55,8 @@ class RaggedMask:
     Args:
         packing (`Packing`): Rows and positions of the packed tokens.
         mask_function (`Callable`):
-            transformers' rule `(batch_idx, head_idx, q_idx, kv_idx) -> bool`. In a cache without gaps a slot's index in
-            its row is a position, so the rule is right on (query positions, slots) for every kind of layer.
+            transformers' rule `(batch_idx, head_idx, q_idx, kv_idx) -> bool`. In a cache without gaps a slot's index
+            in its row is a position, so the rule is right on (query positions, slots) for every kind of layer.
     """
 
     def __init__(self, packing: Packing, mask_function: Callable):
@@ -67,26 +69,29 @@ class RaggedMask:
         What each token may see, with the queries of a row padded to `max_count`.
 
         Returns:
-            `torch.BoolTensor` of shape `(N, 1, max_count, max_length)`. A padding query sees what the last token of its
-            row sees, so that no softmax runs over nothing.
+            `torch.BoolTensor` of shape `(N, 1, max_count, max_length)`. A padding query sees what the last token of
+            its row sees, so that no softmax runs over nothing.
         """
         if device not in self._allowed:
             packing = self.packing
             positions = packing.pad(packing.positions)[:, None, :, None].clamp(min=0)  # (N, 1, max_count, 1)
-            slots = torch.arange(packing.max_length, device=positions.device)[None, None, None]  # (1, 1, 1, max_length)
+            slots = torch.arange(packing.max_length, device=positions.device)[None, None, None]
             zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=positions.device)
-            rule = self.mask_function(zero, zero, positions, slots)
+            rule = self.mask_function(zero, zero, positions, slots)  # (N, 1, max_count, max_length)
             # Slots past the row's newest token hold what an earlier step wrote and lost.
             written = slots <= positions.amax(2, keepdim=True)
             # A row that takes no part has no position; slot 0 keeps its (unread) result finite.
-            self._allowed[device] = ((rule & written) | (slots.eq(0) & packing.counts.eq(0)[:, None, None, None])).to(device)
+            absent = packing.counts.eq(0)[:, None, None, None] & slots.eq(0)
+            self._allowed[device] = ((rule & written) | absent).to(device)
         return self._allowed[device]
 
 
 def ragged_mask(mask_function: Callable = causal_mask_function, **kwargs: Any) -> RaggedMask:
     """The mask interface: transformers asks once per kind of layer and hands the result to the attention function."""
-    if kwargs.get("attention_mask") is not None:
-        raise ValueError("The packed forward takes no `attention_mask`: rows of a packed batch have no padding.")
+    attention_mask = kwargs.get("attention_mask")
+    # None was passed. Some models then make one of ones, which says nothing; any other would go unheard.
+    if attention_mask is not None and not attention_mask.all():
+        raise NotImplementedError("The model masks tokens by a rule of its own, which packed rows cannot follow.")
     return RaggedMask(_packing.get(), mask_function)
 
 
@@ -127,7 +132,7 @@ def ragged_attention(
     unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
     if unknown or dropout:
         name = unknown[0] if unknown else f"dropout={dropout}"
-        raise NotImplementedError(f"{type(module).__name__} asks its attention for `{name}`, which tetris_hf cannot serve.")
+        raise NotImplementedError(f"{type(module).__name__} asks its attention for `{name}`, which is not served.")
     if attention_mask is None:
         attention_mask = RaggedMask(_packing.get(), causal_mask_function)
     packing = attention_mask.packing

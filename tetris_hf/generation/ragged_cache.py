@@ -1,7 +1,7 @@
 """The key/value cache of a batch whose rows have unequal lengths and no gaps.
 
-Knows about slots, rows and lengths. Does not know about tokens, drafts or acceptance: whoever writes decides where, and
-a rejected draft is simply overwritten when its position comes again.
+Knows about slots, rows and lengths. Does not know about tokens, drafts or acceptance: whoever writes decides where,
+and a rejected draft is simply overwritten when its position comes again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class RaggedLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate from the first states seen: multi-head latent attention has other widths for keys than for values."""
+        """
+        Allocate from the first states seen: multi-head latent attention has other widths for keys than for values.
+        """
         self.keys, self.values = (
             states.new_zeros(self.cache.num_slots + 1, states.shape[1], states.shape[3])  # (N * L + 1, heads, width)
             for states in (key_states, value_states)
@@ -74,7 +76,6 @@ class RaggedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.keys = self.values = None
         self.is_initialized = False
 
 
@@ -120,7 +121,7 @@ class RaggedCache(Cache):
         if length <= self.length:
             return
         if length > self.max_length:
-            raise ValueError(f"`length` ({length}) is over the `max_length` ({self.max_length}) of this `RaggedCache`.")
+            raise ValueError(f"`length` ({length}) must be at most `max_length` ({self.max_length}).")
         wanted = max(length, self.length + max(self.block_size, self.length // 2))
         new_length = min(self.max_length, -(-wanted // self.block_size) * self.block_size)
         for layer in self.layers:

@@ -16,7 +16,8 @@ class Accepted:
     The outcome of one verification.
 
     Attributes:
-        tokens (`torch.LongTensor` of shape `(R, K + 1)`): Accepted draft tokens, then the one token that the target adds.
+        tokens (`torch.LongTensor` of shape `(R, K + 1)`):
+            Accepted draft tokens, then the one token that the target adds.
         counts (`torch.LongTensor` of shape `(R,)`): Tokens of each row that stand, 1 to K + 1: accepted plus one.
     """
 
@@ -60,7 +61,8 @@ def rejection_sample(
         tokens (`torch.LongTensor` of shape `(R, K)`): Draft tokens.
         lengths (`torch.LongTensor` of shape `(R,)`): Draft tokens verified in each row, 0 to K.
         starts (`torch.LongTensor` of shape `(R,)`):
-            Packed index of each row's first distribution: that of its first draft token. The next `lengths[i]` follow it.
+            Packed index of each row's first distribution: that of its first draft token. The next `lengths[i]` follow
+            it.
 
     Returns:
         [`Accepted`]
@@ -68,7 +70,9 @@ def rejection_sample(
     num_rows, depth = tokens.shape
     places = torch.arange(depth, device=tokens.device)
     verified = places < lengths[:, None]  # (R, K)
-    index = (starts[:, None] + places).clamp(max=p.shape[0] - 1)  # (R, K) packed index of the distribution at each place
+    index = (starts[:, None] + places).clamp(
+        max=p.shape[0] - 1
+    )  # (R, K) packed index of the distribution at each place
     if p.dim() == 1:
         accepts = p[index] == tokens  # (R, K)
     else:

@@ -10,8 +10,8 @@ import torch
 
 class Rows:
     """
-    N rows of tokens in the coordinates of plain `generate`: a left-padded prompt of `prompt_width` columns, then what was
-    generated. `length[i]` columns of row i are committed; what lies beyond is scratch.
+    N rows of tokens in the coordinates of plain `generate`: a left-padded prompt of `prompt_width` columns, then what
+    was generated. `length[i]` columns of row i are committed; what lies beyond is scratch.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(N, prompt_width)`): Left-padded prompts.
@@ -78,7 +78,8 @@ class Rows:
         Args:
             rows (`torch.LongTensor` of shape `(R,)`): Rows.
             counts (`torch.LongTensor` of shape `(R,)`): Columns to commit.
-            finished (`torch.BoolTensor` of shape `(R,)`): Rows that end with them, besides those that reach `max_length`.
+            finished (`torch.BoolTensor` of shape `(R,)`):
+                Rows that end with them, besides those that reach `max_length`.
         """
         self.length[rows] += counts
         self.finished[rows] = finished | (self.length[rows] >= self.max_length)

@@ -29,8 +29,8 @@ class DraftSelector(ABC):
     ...     def __call__(self, draft, lengths, capacity):
     ...         return torch.minimum(lengths, (draft.prefix_scores() > 0.1).sum(1))
 
-    >>> model.generate(**batch, assistant_model=draft, tetris_capacity=64, tetris_selector=[Threshold(), TetrisSelector()])
-    ```
+    >>> model.generate(**batch, assistant_model=draft, tetris_capacity=64, tetris_selector=[Threshold(),
+    TetrisSelector()]) ```
     """
 
     @abstractmethod
@@ -85,8 +85,8 @@ class TetrisSelector(DraftSelector):
     Args:
         score (`str`, *optional*, defaults to `"predictable"`):
             `"predictable"` judges a token by the distribution at its place, not by the token drawn: exact at every
-            temperature, and the paper's own score when drafts are greedy. `"paper"` judges it by the probability of the
-            very token drawn, for reproduction: when sampling, this biases the output, and a warning says so.
+            temperature, and the paper's own score when drafts are greedy. `"paper"` judges it by the probability of
+            the very token drawn, for reproduction: when sampling, this biases the output, and a warning says so.
 
     Raises:
         `ValueError`: If `score` is neither of the two.
@@ -103,7 +103,8 @@ class TetrisSelector(DraftSelector):
     def check_sampling(self) -> None:
         if self.score == "paper":
             logger.warning(
-                '`TetrisSelector(score="paper")` biases sampling: the text does not follow the distribution of the target. '
+                '`TetrisSelector(score="paper")` biases sampling: the text does not follow the distribution of the '
+                "target. "
                 'Use `score="predictable"`, which is exact and the same when drafts are greedy.'
             )
 
@@ -142,8 +143,8 @@ def spend(scores: torch.Tensor, lengths: torch.Tensor, capacity: int) -> torch.T
     The lengths of rows that take the `capacity` best-scored tokens (TETRIS paper, Algorithm 1 and Theorem 1).
 
     Scores do not increase along a row, so the best tokens are, by number, prefixes of rows: the heap walk of the paper
-    in one sort. Among equal scores the shallower place wins, then the lower row: winners are counted, never looked up by
-    their depth, so that ties cannot overshoot.
+    in one sort. Among equal scores the shallower place wins, then the lower row: winners are counted, never looked up
+    by their depth, so that ties cannot overshoot.
 
     Args:
         scores (`torch.FloatTensor` of shape `(R, K)`): Non-increasing along K.
@@ -157,8 +158,8 @@ def spend(scores: torch.Tensor, lengths: torch.Tensor, capacity: int) -> torch.T
     if capacity >= num_rows * depth:
         return lengths
     takable = torch.arange(depth, device=scores.device) < lengths[:, None]  # (R, K)
-    # Place-major, so that a stable sort settles ties by place. Two sorts would settle -inf scores (a draft that is certain
-    # to fail) against places that do not exist; a finite floor does it in one.
+    # Place-major, so that a stable sort settles ties by place. Two sorts would settle -inf scores (a draft that is
+    # certain to fail) against places that do not exist; a finite floor does it in one.
     floor = torch.finfo(scores.dtype).min
     ranked = scores.clamp(min=floor).nan_to_num(floor).masked_fill(~takable, -torch.inf).T.flatten()  # (K * R,)
     order = ranked.sort(descending=True, stable=True).indices[:capacity]  # (C,)

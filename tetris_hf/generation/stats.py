@@ -18,8 +18,8 @@ class TetrisStats:
     """
     Counts of one call of `generate`. Names follow the TETRIS paper (section 5).
 
-    Every generated token is one of three: `N` first tokens that the prompts' own forward gives, accepted draft tokens, and
-    bonus tokens, which the target adds after the last accepted draft of a row in a step.
+    Every generated token is one of three: `N` first tokens that the prompts' own forward gives, accepted draft tokens,
+    and bonus tokens, which the target adds after the last accepted draft of a row in a step.
 
     Attributes:
         drafted (`torch.LongTensor` of shape `(N, K)`): Tokens proposed at each draft position.
@@ -33,8 +33,8 @@ class TetrisStats:
         target_tokens (`int`): Tokens computed in them.
         draft_forwards (`int`): Forwards of the draft model.
         seconds (`dict[str, float]`):
-            Host seconds spent in `prefill`, `propose`, `select`, `verify` and `commit`. On an asynchronous device work is
-            counted where the host waits for it; `benchmarks/` times stages with device events.
+            Host seconds spent in `prefill`, `propose`, `select`, `verify` and `commit`. On an asynchronous device work
+            is counted where the host waits for it; `benchmarks/` times stages with device events.
     """
 
     drafted: torch.Tensor
@@ -52,12 +52,17 @@ class TetrisStats:
     @classmethod
     def zeros(cls, num_rows: int, depth: int, capacity: int, device: torch.device | str = "cpu") -> TetrisStats:
         """Counts of nothing yet, for `num_rows` rows drafted `depth` deep."""
-        per_place = [torch.zeros(num_rows, depth, dtype=torch.long, device=device) for _ in range(3)]
-        per_row = [torch.zeros(num_rows, dtype=torch.long, device=device) for _ in range(2)]
-        return cls(*per_place, *per_row, capacity=capacity)
+        per_place = torch.zeros(3, num_rows, depth, dtype=torch.long, device=device)
+        per_row = torch.zeros(2, num_rows, dtype=torch.long, device=device)
+        return cls(per_place[0], per_place[1], per_place[2], per_row[0], per_row[1], capacity)
 
     def count(
-        self, live: torch.Tensor, drafted: torch.Tensor, verified: torch.Tensor, accepted: torch.Tensor, kept: torch.Tensor
+        self,
+        live: torch.Tensor,
+        drafted: torch.Tensor,
+        verified: torch.Tensor,
+        accepted: torch.Tensor,
+        kept: torch.Tensor,
     ) -> None:
         """
         Count one step.
@@ -113,7 +118,8 @@ class TetrisStats:
         stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
         return (
             f"{self.steps} steps, capacity {self.capacity}: {int(self.drafted.sum())} drafted, "
-            f"{int(self.verified.sum())} verified, {int(self.accepted.sum())} accepted, {int(self.bonus.sum())} bonus; "
+            f"{int(self.verified.sum())} verified, {int(self.accepted.sum())} accepted, {int(self.bonus.sum())} "
+            f"bonus; "
             f"VSR {self.vsr:.3f}, TER {self.ter:.3f}, {self.mean_accepted:.2f} tokens per row and step; "
             f"{self.target_forwards} target and {self.draft_forwards} draft forwards; seconds: {stages}"
         )

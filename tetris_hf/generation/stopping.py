@@ -18,11 +18,11 @@ from .rows import Rows
 
 class RowStopping:
     """
-    Asks every stopping criterion at every new column, in order, for the rows that reach it, and cuts each row at the first
-    column at which one is true.
+    Asks every stopping criterion at every new column, in order, for the rows that reach it, and cuts each row at the
+    first column at which one is true.
 
-    EOS is answered for all columns at once and the length limit by the rows themselves; the other criteria see the batch
-    once per distinct column, as plain `generate` would show it.
+    EOS is answered for all columns at once and the length limit by the rows themselves; the other criteria see the
+    batch once per distinct column, as plain `generate` would show it.
 
     Args:
         criteria (`StoppingCriteriaList`): What plain `generate` would ask.
@@ -49,7 +49,8 @@ class RowStopping:
             counts (`torch.LongTensor` of shape `(R,)`): How many of each row's tokens are new.
 
         Returns:
-            `tuple[torch.LongTensor, torch.BoolTensor]`, each of shape `(R,)`: tokens to commit, and whether the row ends.
+            `tuple[torch.LongTensor, torch.BoolTensor]`, each of shape `(R,)`: tokens to commit, and whether the row
+            ends.
         """
         places = torch.arange(block.shape[1], device=block.device)
         stops = torch.isin(block, self.eos_token_ids) & (places < counts[:, None])  # (R, J)

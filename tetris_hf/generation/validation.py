@@ -104,27 +104,34 @@ def check_model(model: PreTrainedModel, role: str) -> None:
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder. `tetris_capacity` serves decoder-only models; leave it out.")
-    if getattr(model, "_is_stateful", False) or cache_argument(model) is None:
+    if getattr(model, "_is_stateful", False) or not cache_argument(model):
         raise ValueError(
-            f"{name} keeps a state that cannot be cut back per row (recurrent layers or no key/value cache). Leave out "
+            f"{name} keeps a state that cannot be cut back per row (recurrent layers or no key/value cache). Leave "
+            f"out "
             "`tetris_capacity`, or use a model with attention layers only."
         )
     kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - _KEY_VALUE_LAYERS
     if kinds:
         raise ValueError(
-            f"{name} has layers with a cache of kind {', '.join(sorted(kinds))}, which cannot be cut back per row. Leave "
+            f"{name} has layers with a cache of kind {', '.join(sorted(kinds))}, which cannot be cut back per row. "
+            f"Leave "
             "out `tetris_capacity`, or use a model with attention layers only."
         )
     if not getattr(config, "is_causal", True):
-        raise ValueError(f"{name} attends to later tokens (`config.is_causal=False`), so drafts cannot be verified at once.")
-    if "position_ids" not in inspect.signature(model.forward).parameters or not type(model)._can_set_attn_implementation():
         raise ValueError(
-            f"{name} computes attention or positions by itself and not through transformers' attention interface, so its "
+            f"{name} attends to later tokens (`config.is_causal=False`): drafts cannot be verified at once."
+        )
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not takes_positions or not type(model)._can_set_attn_implementation():
+        raise ValueError(
+            f"{name} computes attention or positions by itself and not through transformers' attention interface, so "
+            f"its "
             "rows cannot be packed. Leave out `tetris_capacity`, or use a model class that supports the interface."
         )
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(
-            f"{name} is in training mode with gradient checkpointing, which turns its cache off. Call `model.eval()` or "
+            f"{name} is in training mode with gradient checkpointing, which turns its cache off. Call `model.eval()` "
+            f"or "
             "`model.gradient_checkpointing_disable()` first."
         )
 
@@ -143,15 +150,17 @@ def check_synced_gpus(synced_gpus: bool | None, model: PreTrainedModel) -> None:
         synced_gpus = sharded and torch.distributed.get_world_size() > 1
     if synced_gpus:
         raise ValueError(
-            "`synced_gpus` is not supported with `tetris_capacity`: with drafts, ranks differ in their number of forwards "
-            "and sharded weights (DeepSpeed ZeRO-3, FSDP) would deadlock. Gather the model, or leave out `tetris_capacity`."
+            "`synced_gpus` is not supported with `tetris_capacity`: with drafts, ranks differ in their number of "
+            "forwards "
+            "and sharded weights (DeepSpeed ZeRO-3, FSDP) would deadlock. Gather the model, or leave out "
+            "`tetris_capacity`."
         )
 
 
 def check_vocabularies(model: PreTrainedModel, assistant: PreTrainedModel) -> None:
     """
-    Two models of one tokenizer may pad their vocabularies to different widths; models of different tokenizers may not be
-    mixed, and without the tokenizers at hand the widths and special tokens must tell.
+    Two models of one tokenizer may pad their vocabularies to different widths; models of different tokenizers may not
+    be mixed, and without the tokenizers at hand the widths and special tokens must tell.
 
     Raises:
         `ValueError`: If the assistant's token ids cannot be the target's.
@@ -159,7 +168,8 @@ def check_vocabularies(model: PreTrainedModel, assistant: PreTrainedModel) -> No
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, assistant))
     if min(ours, theirs) * 5 < max(ours, theirs) * 4:
         raise ValueError(
-            f"`assistant_model` ({type(assistant).__name__}) has a vocabulary of {theirs} tokens, the model one of {ours}: "
+            f"`assistant_model` ({type(assistant).__name__}) has a vocabulary of {theirs} tokens, the model one of "
+            f"{ours}: "
             "they cannot share a tokenizer. Pass an assistant trained with the model's tokenizer."
         )
     if ours == theirs:
@@ -177,7 +187,7 @@ def check_vocabularies(model: PreTrainedModel, assistant: PreTrainedModel) -> No
 def _ids(value: Any) -> set[int]:
     if value is None:
         return set()
-    return {int(token) for token in (value if isinstance(value, list | tuple | set) else torch.as_tensor(value).flatten())}
+    return {int(token) for token in torch.as_tensor(value).flatten()}
 
 
 def check_request(
@@ -201,25 +211,29 @@ def check_request(
             raise ValueError(f"`{name}={value!r}` is not supported with `tetris_capacity`: {fix}.")
     if generation_config.cache_implementation in _UNSUPPORTED_CACHES:
         raise ValueError(
-            f"`cache_implementation={generation_config.cache_implementation!r}` is not supported with `tetris_capacity`, "
+            f"`cache_implementation={generation_config.cache_implementation!r}` is not supported with "
+            f"`tetris_capacity`, "
             "which brings a cache of its own: leave it out."
         )
     for name, value in model_kwargs.items():
         if value is not None and name not in _KNOWN_MODEL_KWARGS:
             raise ValueError(
-                f"`{name}` is not supported with `tetris_capacity`: it would have to be cut per row. Leave it out, or use "
+                f"`{name}` is not supported with `tetris_capacity`: it would have to be cut per row. Leave it out, "
+                f"or use "
                 "plain `generate`."
             )
         if isinstance(value, Cache) and value.get_seq_length() > 0:
             raise ValueError(
-                f"`{name}` holds {value.get_seq_length()} tokens of an earlier call, which `tetris_capacity` cannot go on "
+                f"`{name}` holds {value.get_seq_length()} tokens of an earlier call, which `tetris_capacity` cannot "
+                f"go on "
                 "from. Leave it out and pass the whole text as `input_ids`."
             )
     stateful = tuple(found for n in _STATEFUL_PROCESSORS if (found := getattr(logits_process, n, None)) is not None)
     for processor in processors:
         if isinstance(processor, stateful):
             raise ValueError(
-                f"{type(processor).__name__} keeps a state from one call to the next, and speculative decoding asks for "
+                f"{type(processor).__name__} keeps a state from one call to the next, and speculative decoding asks "
+                f"for "
                 "several positions at once. Leave it out, or use plain `generate`."
             )
 
@@ -240,7 +254,7 @@ def padding_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad
         `ValueError`: If a row is empty, padded at the right, or has holes.
     """
     if attention_mask is None:
-        starts_padded = input_ids[:, 0] == pad_token_id if pad_token_id is not None else torch.zeros(1, dtype=torch.bool)
+        starts_padded = input_ids[:, 0] == (-1 if pad_token_id is None else pad_token_id)  # (N,)
         if starts_padded.any() and not starts_padded.all():
             logger.warning(
                 "Some rows of `input_ids` begin with the padding token and no `attention_mask` marks it as padding: it is "
@@ -250,14 +264,16 @@ def padding_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad
     text = attention_mask.to(input_ids.device) != 0
     if text.shape != input_ids.shape:
         raise ValueError(
-            f"`attention_mask` has shape {tuple(text.shape)}, `input_ids` {tuple(input_ids.shape)}: they must be the same."
+            f"`attention_mask` has shape {tuple(text.shape)}, `input_ids` {tuple(input_ids.shape)}: they must be the "
+            f"same."
         )
     padding = (~text).long().cumprod(1).sum(1)  # (N,) masked columns before the first token
     wrong = (padding + text.sum(1) != text.shape[1]) | ~text.any(1)
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise ValueError(
-            f"`attention_mask` row {row} is {text[row].long().tolist()}: each row needs at least one token, and padding only "
+            f"`attention_mask` row {row} is {text[row].long().tolist()}: each row needs at least one token, and "
+            f"padding only "
             'at the left. Tokenize with `padding_side="left"`.'
         )
     return padding
@@ -280,6 +296,7 @@ def check_positions(position_ids: torch.Tensor | None, padding: torch.Tensor, wi
     given = position_ids.to(padding.device).expand_as(expected) if position_ids.dim() == 2 else None
     if given is None or not torch.where(expected >= 0, given == expected, True).all():
         raise ValueError(
-            "`position_ids` other than those that `attention_mask` gives are not supported with `tetris_capacity`: leave "
+            "`position_ids` other than those that `attention_mask` gives are not supported with `tetris_capacity`: "
+            "leave "
             "them out."
         )
