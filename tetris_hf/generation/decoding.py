@@ -117,8 +117,8 @@ class TetrisDecoding:
         Raises:
             `ValueError`: If something is asked that cannot be done exactly.
         """
-        check_request(input_ids, generation_config, logits_processor, model_kwargs)
         check_model(model, "model")
+        check_request(input_ids, generation_config, logits_processor, model_kwargs)
         if self.drafter is not None:
             self.drafter.check(model)
         if generation_config.do_sample:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from .packing import Packing
-from .ragged_attention import ATTENTION_NAME, packed_as
+from .ragged_attention import ATTENTION_NAME, PackedForward, packed_as
 from .ragged_cache import RaggedCache
 
 
@@ -107,8 +108,10 @@ class PackedModel:
         }
         if keep is not None and self._keeps_logits:
             model_kwargs["logits_to_keep"] = keep.to(self._device)
-        with packed_as(packing), self._last_hidden_states() as hidden_states:
+        with packed_as(packing) as forward, self._last_hidden_states() as hidden_states:
             logits = self.model(**model_kwargs).logits[0]
+        if self.num_forwards == 0:
+            self._check(forward)
         hidden = hidden_states[-1][0] if hidden_states else None
         if keep is not None and not self._keeps_logits:
             logits = logits[keep.to(logits.device)]
@@ -116,6 +119,23 @@ class PackedModel:
         self.num_forwards += 1
         self.num_tokens += packing.num_tokens
         return logits.to(device=input_ids.device, dtype=torch.float32), hidden  # (M, V), (M, hidden_size)
+
+    def _check(self, forward: PackedForward) -> None:
+        """
+        Whether the model's first forward went as its class promises; checked before any of its logits is used.
+
+        Raises:
+            `NotImplementedError`: If attention went past us, or a window is kept by the cache alone, not by the mask.
+        """
+        name = type(self.model).__name__
+        if forward.num_attended < sum(layer.is_initialized for layer in self.cache.layers) or not self.cache.layers:
+            raise NotImplementedError(
+                f"{name} does not attend through transformers' attention interface in all layers."
+            )
+        stock_layers = DynamicCache(config=self.model.config.get_text_config(decoder=True)).layers
+        if any(getattr(layer, "is_sliding", False) for layer in stock_layers):
+            if all(mask.local_size is None for mask in forward.masks):
+                raise NotImplementedError(f"{name} has sliding layers, but its masks know of no window.")
 
     @contextmanager
     def _last_hidden_states(self) -> Iterator[list[torch.Tensor]]:

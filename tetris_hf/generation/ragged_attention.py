@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,24 @@ from .packing import Packing
 # copy of this folder loaded from the Hub can serve side by side in one process.
 ATTENTION_NAME = f"tetris_ragged:{__name__}"
 
-_packing: ContextVar[Packing] = ContextVar("packing")
+
+@dataclass
+class PackedForward:
+    """
+    One forward over packed tokens, as the attention layers see it.
+
+    Attributes:
+        packing (`Packing`): Rows and positions of the tokens.
+        masks (`list[RaggedMask]`): Mask rules that the model asked for.
+        num_attended (`int`): Attention layers that came here.
+    """
+
+    packing: Packing
+    masks: list[RaggedMask] = field(default_factory=list)
+    num_attended: int = 0
+
+
+_forward: ContextVar[PackedForward] = ContextVar("packed_forward")
 
 # What models hand to an attention function without any effect on its result here: what it says is in the mask already
 # (`sliding_window`, `is_causal`), in the packing (`position_ids`) or is about what to return. Everything else is
@@ -36,13 +54,14 @@ _HARMLESS = frozenset(
 
 
 @contextmanager
-def packed_as(packing: Packing) -> Iterator[None]:
+def packed_as(packing: Packing) -> Iterator[PackedForward]:
     """Within this context, the tokens that a model sees are packed in this way."""
-    token = _packing.set(packing)
+    forward = PackedForward(packing)
+    token = _forward.set(forward)
     try:
-        yield
+        yield forward
     finally:
-        _packing.reset(token)
+        _forward.reset(token)
 
 
 class RaggedMask:
@@ -57,11 +76,13 @@ class RaggedMask:
         mask_function (`Callable`):
             transformers' rule `(batch_idx, head_idx, q_idx, kv_idx) -> bool`. In a cache without gaps a slot's index
             in its row is a position, so the rule is right on (query positions, slots) for every kind of layer.
+        local_size (`int`, *optional*): The window or chunk size, if the rule has one.
     """
 
-    def __init__(self, packing: Packing, mask_function: Callable):
+    def __init__(self, packing: Packing, mask_function: Callable, local_size: int | None = None):
         self.packing = packing
         self.mask_function = mask_function
+        self.local_size = local_size
         self._allowed: dict[torch.device, torch.Tensor] = {}
 
     def allowed(self, device: torch.device) -> torch.Tensor:
@@ -92,7 +113,9 @@ def ragged_mask(mask_function: Callable = causal_mask_function, **kwargs: Any) -
     # None was passed. Some models then make one of ones, which says nothing; any other would go unheard.
     if attention_mask is not None and not attention_mask.all():
         raise NotImplementedError("The model masks tokens by a rule of its own, which packed rows cannot follow.")
-    return RaggedMask(_packing.get(), mask_function)
+    forward = _forward.get()
+    forward.masks.append(RaggedMask(forward.packing, mask_function, kwargs.get("local_size")))
+    return forward.masks[-1]
 
 
 def ragged_attention(
@@ -133,8 +156,10 @@ def ragged_attention(
     if unknown or dropout:
         name = unknown[0] if unknown else f"dropout={dropout}"
         raise NotImplementedError(f"{type(module).__name__} asks its attention for `{name}`, which is not served.")
+    forward = _forward.get()
+    forward.num_attended += 1
     if attention_mask is None:
-        attention_mask = RaggedMask(_packing.get(), causal_mask_function)
+        attention_mask = RaggedMask(forward.packing, causal_mask_function)
     packing = attention_mask.packing
     padded_query = packing.pad(query[0].transpose(0, 1)).transpose(1, 2)  # (N, heads, max_count, width)
     keys, values = (  # (N, kv_heads, max_length, width), views

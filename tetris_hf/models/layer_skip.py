@@ -20,6 +20,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 # Attributes by which a module finds its own place in the cache.
 _INDEX_NAMES = ("layer_idx", "layer_id")
+# What transformers makes for the target when it first needs it: hooks that record outputs, a compiled `__call__`.
+_MADE_ON_FIRST_USE = ("_output_capturing_hooks_installed", "_compiled_call")
 # Config attributes that, when set, tie layers to each other or to their number.
 _TIES = ("num_kv_shared_layers", "hidden_size_per_layer_input", "is_heterogeneous")
 
@@ -60,10 +62,8 @@ def LayerSkipAssistant(model: PreTrainedModel, layers: Sequence[int]) -> PreTrai
     memo |= _left_behind(model)
     assistant = copy.deepcopy(model, memo)
     for module in assistant.modules():
-        for name in _replaced_methods(module):
-            delattr(module, name)
-        # The hooks that record hidden states and attentions stayed with the target: let them be installed again.
-        vars(module).pop("_output_capturing_hooks_installed", None)
+        for name in (*_replaced_methods(module), *_MADE_ON_FIRST_USE):
+            vars(module).pop(name, None)
 
     own_stack = memo[id(stack)]
     for index in reversed(range(len(stack))):
