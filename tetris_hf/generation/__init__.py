@@ -1,11 +1,13 @@
 """Batched speculative decoding for transformers' `generate`. This folder is a Hub `custom_generate/` as it stands."""
 
 from .assistant_drafter import AssistantDrafter
-from .decoding import TetrisDecoderOnlyOutput, TetrisDecoding
+from .decoding import TetrisDecoding
 from .drafting import Draft, Drafter, Verification
 from .generate import disable, enable, generate
+from .outputs import TetrisDecoderOnlyOutput
 from .selection import DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
 from .stats import TetrisStats
+from .streaming import RowStreamer, RowTextStreamer
 
 
 __all__ = [
@@ -15,6 +17,8 @@ __all__ = [
     "DraftSelectorList",
     "Drafter",
     "FixedWindowSelector",
+    "RowStreamer",
+    "RowTextStreamer",
     "TetrisDecoderOnlyOutput",
     "TetrisDecoding",
     "TetrisSelector",

@@ -92,8 +92,7 @@ class AssistantDrafter(Drafter):
         packing = Packing.fitting(all_counts, all_first)
         tokens = rows.read(packing.rows.clamp(min=0), packing.positions)
         assert self._packed is not None, "`begin` comes first"
-        logits, _ = self._packed.forward(tokens, packing, keep=packing.last[live])
-        return logits
+        return self._packed.forward(tokens, packing, keep=packing.last[live]).logits
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """Bring the logits to the target's width: padded vocabularies of one tokenizer may differ. `(R, V)`."""

@@ -149,10 +149,13 @@ def _dispatch(
             "`assistant_tokenizer` is not supported with `tetris_capacity`: the assistant must share the model's "
             "tokenizer."
         )
-    if streamer is not None:
-        raise ValueError("`streamer` is not supported with `tetris_capacity` yet: leave it out.")
     kwargs = _with_stop_strings(kwargs, tokenizer)
-    decoding = TetrisDecoding(assistant, capacity, selector=selector)
+    if assistant is None and capacity > 0:
+        raise ValueError(
+            f"`tetris_capacity={capacity}` needs somebody to draft: pass `assistant_model`, or `tetris_capacity=0` to "
+            "decode without drafts."
+        )
+    decoding = TetrisDecoding(assistant, capacity, selector=selector, streamer=streamer)
     return preparing(model, **kwargs, custom_generate=decoding)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,6 +57,25 @@ def packed_attention(*models: PreTrainedModel) -> Iterator[None]:
             config._attn_implementation_internal = before[key]
 
 
+@dataclass(frozen=True)
+class PackedOutput:
+    """
+    What a model says about packed tokens.
+
+    Attributes:
+        packing (`Packing`): The tokens.
+        logits (`torch.FloatTensor` of shape `(M, V)`): Logits in float32 of all tokens, M = T, or of those asked for.
+        hidden_states (`torch.Tensor` of shape `(M, hidden_size)`, *optional*): Inputs of the output embeddings.
+        all_hidden_states (`tuple[torch.Tensor, ...]`, *optional*):
+            Of all T tokens, the embeddings and the output of every layer, each of shape `(T, hidden_size)`.
+    """
+
+    packing: Packing
+    logits: torch.Tensor
+    hidden_states: torch.Tensor | None = None
+    all_hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
 class PackedModel:
     """
     A model and the cache of its N rows.
@@ -65,14 +85,22 @@ class PackedModel:
         num_rows (`int`): Rows N.
         length (`int`): Tokens per row to make room for at once.
         max_length (`int`): Tokens per row at most.
-        keep_hidden_states (`bool`, *optional*, defaults to `False`): Whether a forward also returns hidden states.
+        keep_hidden_states (`bool`, *optional*, defaults to `False`): Whether outputs hold `hidden_states`.
+        keep_all_hidden_states (`bool`, *optional*, defaults to `False`): Whether outputs hold `all_hidden_states`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, num_rows: int, length: int, max_length: int, keep_hidden_states: bool = False
+        self,
+        model: PreTrainedModel,
+        num_rows: int,
+        length: int,
+        max_length: int,
+        keep_hidden_states: bool = False,
+        keep_all_hidden_states: bool = False,
     ):
         self.model = model
         self.keep_hidden_states = keep_hidden_states
+        self.keep_all_hidden_states = keep_all_hidden_states
         self.cache = RaggedCache(num_rows, length, max_length)
         self.num_forwards = 0
         self.num_tokens = 0
@@ -80,9 +108,7 @@ class PackedModel:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._device = model.get_input_embeddings().weight.device
 
-    def forward(
-        self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None = None) -> PackedOutput:
         """
         One forward of the model over packed tokens; their keys and values go into the cache.
 
@@ -93,8 +119,7 @@ class PackedModel:
                 Packed indices whose logits are wanted; by default all.
 
         Returns:
-            `tuple[torch.FloatTensor, torch.Tensor | None]`: Logits of shape `(M, V)` in float32, on the device of
-            `input_ids`; and, if kept, the inputs of the output embeddings that gave them, of shape `(M, hidden_size)`.
+            [`PackedOutput`]: Its logits on the device of `input_ids`.
         """
         self.cache.reserve(packing.max_length)
         self.cache.slots = self.cache.slots_of(packing.rows, packing.positions)
@@ -108,8 +133,11 @@ class PackedModel:
         }
         if keep is not None and self._keeps_logits:
             model_kwargs["logits_to_keep"] = keep.to(self._device)
+        if self.keep_all_hidden_states:
+            model_kwargs["output_hidden_states"] = True
         with packed_as(packing) as forward, self._last_hidden_states() as hidden_states:
-            logits = self.model(**model_kwargs).logits[0]
+            outputs = self.model(**model_kwargs)
+            logits = outputs.logits[0]
         if self.num_forwards == 0:
             self._check(forward)
         hidden = hidden_states[-1][0] if hidden_states else None
@@ -118,7 +146,14 @@ class PackedModel:
             hidden = hidden[keep.to(hidden.device)] if hidden is not None else None
         self.num_forwards += 1
         self.num_tokens += packing.num_tokens
-        return logits.to(device=input_ids.device, dtype=torch.float32), hidden  # (M, V), (M, hidden_size)
+        return PackedOutput(
+            packing=packing,
+            logits=logits.to(device=input_ids.device, dtype=torch.float32),  # (M, V)
+            hidden_states=hidden,
+            all_hidden_states=tuple(states[0] for states in outputs.hidden_states)
+            if self.keep_all_hidden_states
+            else None,
+        )
 
     def _check(self, forward: PackedForward) -> None:
         """

@@ -39,9 +39,6 @@ _UNSUPPORTED_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "force_words_ids": ((None,), "use plain `generate` without `tetris_capacity`"),
     "guidance_scale": ((None, 1, 1.0), "leave it out: the unconditional branch has a cache of its own"),
     "output_attentions": ((None, False), "leave it out: attention weights are not computed"),
-    "output_scores": ((None, False), "leave it out"),
-    "output_logits": ((None, False), "leave it out"),
-    "output_hidden_states": ((None, False), "leave it out"),
     "assistant_early_exit": ((None,), "pass an assistant instead"),
     "use_mtp": ((None, False), "use plain `generate` without `tetris_capacity`"),
     "assistant_ensemble_weight": ((None,), "leave it out: it changes the distribution, and this library does not"),
@@ -257,7 +254,8 @@ def padding_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad
         starts_padded = input_ids[:, 0] == (-1 if pad_token_id is None else pad_token_id)  # (N,)
         if starts_padded.any() and not starts_padded.all():
             logger.warning(
-                "Some rows of `input_ids` begin with the padding token and no `attention_mask` marks it as padding: it "
+                "Some rows of `input_ids` begin with the padding token and no `attention_mask` marks it as padding: "
+                "it "
                 "is read as text, as plain `generate` reads it. Pass the tokenizer's `attention_mask`."
             )
         return torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
