@@ -69,7 +69,8 @@ class AssistantDrafter(Drafter):
                 first = text_length + place - 1
                 counts = (lengths > place).long()
             logits = self._fit(self._forward(rows, live, first, counts))  # (R, V)
-            scores = processing(logits, live, rows.length[live] + place)
+            # A row that drafts no deeper is shown some prefix; its scores are not read.
+            scores = processing(logits, live, (rows.length[live] + place).clamp(max=rows.max_length))
             distribution = scores.softmax(-1)
             if q is None:
                 drawn = distribution.argmax(-1)
