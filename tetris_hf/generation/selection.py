@@ -49,7 +49,7 @@ class DraftSelector(ABC):
         """Called once before a call that samples. A selector that would bias it warns or raises here."""
 
     def observe(self, verification: Verification) -> None:  # noqa: B027
-        """Called after every commit, for selectors that learn. What is learned may only affect later steps."""
+        """Called after every step, for selectors that learn. What is learned may only affect later steps."""
 
 
 class DraftSelectorList(list[DraftSelector]):
@@ -76,6 +76,11 @@ class DraftSelectorList(list[DraftSelector]):
         for selector in self:
             lengths = torch.minimum(lengths, selector(draft, lengths, capacity)).clamp(min=0)
         return spend(evenly(lengths, draft.depth), lengths, capacity)
+
+    def observe(self, verification: Verification) -> None:
+        """Show a step's outcome to every selector."""
+        for selector in self:
+            selector.observe(verification)
 
 
 class TetrisSelector(DraftSelector):

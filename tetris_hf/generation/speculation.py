@@ -75,6 +75,7 @@ class Speculation:
                 verification = Verification(live, draft, lengths, accepted.counts - 1, output.hidden_states, starts)
                 kept = self._commit(accepted, verification, output, scores)
                 stats.count(live, draft.lengths, lengths, verification.num_accepted, kept)
+                self.selectors.observe(verification)
                 live = rows.live()
         stats.target_forwards, stats.target_tokens = self.target.num_forwards, self.target.num_tokens
         stats.draft_forwards = self.drafter.num_forwards if self.drafter is not None else 0
@@ -136,8 +137,6 @@ class Speculation:
         rows.commit(live, kept, finished)
         if self.drafter is not None:
             self.drafter.observe(rows, verification)
-        for selector in self.selectors:
-            selector.observe(verification)
         if self.streamer is not None:
             stream_new_tokens(self.streamer, rows, live, kept)
         return kept
