@@ -60,7 +60,8 @@ class DraftSelectorList(list[DraftSelector]):
         """A list of what the user gave: nothing (a [`TetrisSelector`]), one selector or several."""
         if selectors is None:
             return cls([TetrisSelector()])
-        found = cls([selectors] if callable(selectors) else selectors)
+        several = isinstance(selectors, Iterable) and not isinstance(selectors, str)
+        found = cls(selectors if several else [selectors])
         for selector in found:
             if not callable(selector):
                 raise ValueError(
