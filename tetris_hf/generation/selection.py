@@ -60,8 +60,10 @@ class DraftSelectorList(list[DraftSelector]):
         """A list of what the user gave: nothing (a [`TetrisSelector`]), one selector or several."""
         if selectors is None:
             return cls([TetrisSelector()])
-        several = isinstance(selectors, Iterable) and not isinstance(selectors, str)
-        found = cls(selectors if several else [selectors])
+        if isinstance(selectors, Iterable) and not isinstance(selectors, str):
+            found = cls(selectors)
+        else:
+            found = cls([selectors])
         for selector in found:
             if not callable(selector):
                 raise ValueError(
