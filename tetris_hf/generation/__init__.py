@@ -5,6 +5,7 @@ from .decoding import TetrisDecoding
 from .drafting import Draft, Drafter, Verification
 from .generate import disable, enable, generate
 from .outputs import TetrisDecoderOnlyOutput
+from .prompt_lookup_drafter import PromptLookupDrafter
 from .selection import DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
 from .stats import TetrisStats
 from .streaming import RowStreamer, RowTextStreamer
@@ -17,6 +18,7 @@ __all__ = [
     "DraftSelectorList",
     "Drafter",
     "FixedWindowSelector",
+    "PromptLookupDrafter",
     "RowStreamer",
     "RowTextStreamer",
     "TetrisDecoderOnlyOutput",

@@ -5,6 +5,7 @@ Knows `generate`'s arguments and which of them it would lose on the way to a dec
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -16,7 +17,9 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from .decoding import TetrisDecoding
-from .validation import check_capacity, check_synced_gpus
+from .drafting import Drafter
+from .prompt_lookup_drafter import PromptLookupDrafter
+from .validation import check_capacity, check_depth, check_synced_gpus
 
 
 # Marks a `generate` of ours, and holds what it stands in for.
@@ -150,27 +153,47 @@ def _dispatch(
             "tokenizer."
         )
     kwargs = _with_stop_strings(kwargs, tokenizer)
+    lookup, kwargs = _take(kwargs, "prompt_lookup_num_tokens")
+    if lookup is not None:
+        assistant, kwargs = _with_prompt_lookup(assistant, lookup, kwargs)
     if assistant is None and capacity > 0:
         raise ValueError(
-            f"`tetris_capacity={capacity}` needs somebody to draft: pass `assistant_model`, or `tetris_capacity=0` to "
-            "decode without drafts."
+            f"`tetris_capacity={capacity}` needs somebody to draft: pass `assistant_model` or "
+            f"`prompt_lookup_num_tokens`, "
+            "or `tetris_capacity=0` to decode without drafts."
         )
     decoding = TetrisDecoding(assistant, capacity, selector=selector, streamer=streamer)
     return preparing(model, **kwargs, custom_generate=decoding)
 
 
+def _with_prompt_lookup(assistant: Any, depth: int, kwargs: dict[str, Any]) -> tuple[Drafter, dict[str, Any]]:
+    """Stock `generate`'s arguments for prompt lookup, as a drafter and K."""
+    if assistant is not None:
+        raise ValueError("`prompt_lookup_num_tokens` and `assistant_model` are two drafters: pass one of them.")
+    size, kwargs = _take(kwargs, "max_matching_ngram_size")
+    drafter = PromptLookupDrafter() if size is None else PromptLookupDrafter(size)
+    return drafter, {**kwargs, "num_assistant_tokens": check_depth(depth, "prompt_lookup_num_tokens")}
+
+
+def _take(kwargs: dict[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
+    """A setting of `generate`, given by itself or in `generation_config`, and the arguments without it."""
+    config: GenerationConfig | None = kwargs.get("generation_config")
+    value = kwargs.get(name)
+    kwargs = {key: given for key, given in kwargs.items() if key != name}
+    if getattr(config, name, None) is not None:
+        value = getattr(config, name) if value is None else value
+        kwargs["generation_config"] = copy.deepcopy(config)
+        setattr(kwargs["generation_config"], name, None)
+    return value, kwargs
+
+
 def _with_stop_strings(kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """`generate` gives a decoding method no tokenizer, so stop strings become a criterion here."""
-    config: GenerationConfig | None = kwargs.get("generation_config")
-    stop_strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
+    stop_strings, kwargs = _take(kwargs, "stop_strings")
     if stop_strings is None:
         return kwargs
     if tokenizer is None:
         raise ValueError("`stop_strings` needs the model's tokenizer: pass `tokenizer` to `generate` as well.")
-    kwargs = {name: value for name, value in kwargs.items() if name != "stop_strings"}
-    if config is not None:
-        kwargs["generation_config"] = GenerationConfig.from_dict({**config.to_dict(), "stop_strings": None})
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
-    kwargs["stopping_criteria"] = criteria
-    return kwargs
+    return {**kwargs, "stopping_criteria": criteria}

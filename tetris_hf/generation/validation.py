@@ -39,6 +39,7 @@ _UNSUPPORTED_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "force_words_ids": ((None,), "use plain `generate` without `tetris_capacity`"),
     "guidance_scale": ((None, 1, 1.0), "leave it out: the unconditional branch has a cache of its own"),
     "output_attentions": ((None, False), "leave it out: attention weights are not computed"),
+    "prompt_lookup_num_tokens": ((None,), "pass `PromptLookupDrafter()` as the assistant"),
     "assistant_early_exit": ((None,), "pass an assistant instead"),
     "use_mtp": ((None, False), "use plain `generate` without `tetris_capacity`"),
     "assistant_ensemble_weight": ((None,), "leave it out: it changes the distribution, and this library does not"),
