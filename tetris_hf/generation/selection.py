@@ -112,8 +112,7 @@ class TetrisSelector(DraftSelector):
         if self.score == "paper":
             logger.warning(
                 '`TetrisSelector(score="paper")` biases sampling: the text does not follow the distribution of the '
-                "target. "
-                'Use `score="predictable"`, which is exact and the same when drafts are greedy.'
+                'target. Use `score="predictable"`, which is exact and the same when drafts are greedy.'
             )
 
 

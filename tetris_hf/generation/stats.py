@@ -119,8 +119,7 @@ class TetrisStats:
         return (
             f"{self.steps} steps, capacity {self.capacity}: {int(self.drafted.sum())} drafted, "
             f"{int(self.verified.sum())} verified, {int(self.accepted.sum())} accepted, {int(self.bonus.sum())} "
-            f"bonus; "
-            f"VSR {self.vsr:.3f}, TER {self.ter:.3f}, {self.mean_accepted:.2f} tokens per row and step; "
+            f"bonus; VSR {self.vsr:.3f}, TER {self.ter:.3f}, {self.mean_accepted:.2f} tokens per row and step; "
             f"{self.target_forwards} target and {self.draft_forwards} draft forwards; seconds: {stages}"
         )
 

@@ -106,8 +106,7 @@ def as_row_streamer(streamer: RowStreamer | BaseStreamer, input_ids: torch.Tenso
     if len(input_ids) > 1:
         raise ValueError(
             f"`streamer` ({type(streamer).__name__}) cannot tell the {len(input_ids)} rows of this batch apart: pass "
-            f"a "
-            "`tetris_hf.RowStreamer`, or one prompt."
+            "a `tetris_hf.RowStreamer`, or one prompt."
         )
     streamer.put(input_ids.cpu())
     return _OneRow(streamer)

@@ -105,32 +105,31 @@ def check_model(model: PreTrainedModel, role: str) -> None:
     if getattr(model, "_is_stateful", False) or not cache_argument(model):
         raise ValueError(
             f"{name} keeps a state that cannot be cut back per row (recurrent layers or no key/value cache). Leave "
-            f"out "
-            "`tetris_capacity`, or use a model with attention layers only."
+            "out `tetris_capacity`, or use a model with attention layers only."
         )
     kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - _KEY_VALUE_LAYERS
     if kinds:
         raise ValueError(
             f"{name} has layers with a cache of kind {', '.join(sorted(kinds))}, which cannot be cut back per row. "
-            f"Leave "
-            "out `tetris_capacity`, or use a model with attention layers only."
+            "Leave out `tetris_capacity`, or use a model with attention layers only."
         )
-    if not getattr(config, "is_causal", True):
-        raise ValueError(
-            f"{name} attends to later tokens (`config.is_causal=False`): drafts cannot be verified at once."
-        )
+    for setting in ("is_causal", "is_decoder"):
+        if not getattr(config, setting, True):
+            raise ValueError(
+                f"{name} has `config.{setting}=False`: it attends to later tokens, so drafts cannot be verified at "
+                f"once. Load it with `{setting}=True`, or leave out `tetris_capacity`."
+            )
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     if not takes_positions or not type(model)._can_set_attn_implementation():
         raise ValueError(
             f"{name} computes attention or positions by itself and not through transformers' attention interface, so "
-            f"its "
-            "rows cannot be packed. Leave out `tetris_capacity`, or use a model class that supports the interface."
+            "its rows cannot be packed. Leave out `tetris_capacity`, or use a model class that supports the interface."
         )
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    # Each layer's own flag: the name of the model's property changes between releases.
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
             f"{name} is in training mode with gradient checkpointing, which turns its cache off. Call `model.eval()` "
-            f"or "
-            "`model.gradient_checkpointing_disable()` first."
+            "or `model.gradient_checkpointing_disable()` first."
         )
 
 
@@ -149,8 +148,7 @@ def check_synced_gpus(synced_gpus: bool | None, model: PreTrainedModel) -> None:
     if synced_gpus:
         raise ValueError(
             "`synced_gpus` is not supported with `tetris_capacity`: with drafts, ranks differ in their number of "
-            "forwards "
-            "and sharded weights (DeepSpeed ZeRO-3, FSDP) would deadlock. Gather the model, or leave out "
+            "forwards and sharded weights (DeepSpeed ZeRO-3, FSDP) would deadlock. Gather the model, or leave out "
             "`tetris_capacity`."
         )
 
@@ -167,8 +165,7 @@ def check_vocabularies(model: PreTrainedModel, assistant: PreTrainedModel) -> No
     if min(ours, theirs) * 5 < max(ours, theirs) * 4:
         raise ValueError(
             f"`assistant_model` ({type(assistant).__name__}) has a vocabulary of {theirs} tokens, the model one of "
-            f"{ours}: "
-            "they cannot share a tokenizer. Pass an assistant trained with the model's tokenizer."
+            f"{ours}: they cannot share a tokenizer. Pass an assistant trained with the model's tokenizer."
         )
     if ours == theirs:
         return
@@ -210,29 +207,25 @@ def check_request(
     if generation_config.cache_implementation in _UNSUPPORTED_CACHES:
         raise ValueError(
             f"`cache_implementation={generation_config.cache_implementation!r}` is not supported with "
-            f"`tetris_capacity`, "
-            "which brings a cache of its own: leave it out."
+            "`tetris_capacity`, which brings a cache of its own: leave it out."
         )
     for name, value in model_kwargs.items():
         if value is not None and name not in _KNOWN_MODEL_KWARGS:
             raise ValueError(
                 f"`{name}` is not supported with `tetris_capacity`: it would have to be cut per row. Leave it out, "
-                f"or use "
-                "plain `generate`."
+                "or use plain `generate`."
             )
         if isinstance(value, Cache) and value.get_seq_length() > 0:
             raise ValueError(
                 f"`{name}` holds {value.get_seq_length()} tokens of an earlier call, which `tetris_capacity` cannot "
-                f"go on "
-                "from. Leave it out and pass the whole text as `input_ids`."
+                "go on from. Leave it out and pass the whole text as `input_ids`."
             )
     stateful = tuple(found for n in _STATEFUL_PROCESSORS if (found := getattr(logits_process, n, None)) is not None)
     for processor in processors:
         if isinstance(processor, stateful):
             raise ValueError(
                 f"{type(processor).__name__} keeps a state from one call to the next, and speculative decoding asks "
-                f"for "
-                "several positions at once. Leave it out, or use plain `generate`."
+                "for several positions at once. Leave it out, or use plain `generate`."
             )
 
 
@@ -256,8 +249,7 @@ def padding_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad
         if starts_padded.any() and not starts_padded.all():
             logger.warning(
                 "Some rows of `input_ids` begin with the padding token and no `attention_mask` marks it as padding: "
-                "it "
-                "is read as text, as plain `generate` reads it. Pass the tokenizer's `attention_mask`."
+                "it is read as text, as plain `generate` reads it. Pass the tokenizer's `attention_mask`."
             )
         return torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
     text = attention_mask.to(input_ids.device) != 0
@@ -272,8 +264,7 @@ def padding_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad
         row = int(wrong.nonzero()[0])
         raise ValueError(
             f"`attention_mask` row {row} is {text[row].long().tolist()}: each row needs at least one token, and "
-            f"padding only "
-            'at the left. Tokenize with `padding_side="left"`.'
+            'padding only at the left. Tokenize with `padding_side="left"`.'
         )
     return padding
 
@@ -296,6 +287,5 @@ def check_positions(position_ids: torch.Tensor | None, padding: torch.Tensor, wi
     if given is None or not torch.where(expected >= 0, given == expected, True).all():
         raise ValueError(
             "`position_ids` other than those that `attention_mask` gives are not supported with `tetris_capacity`: "
-            "leave "
-            "them out."
+            "leave them out."
         )
