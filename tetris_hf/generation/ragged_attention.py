@@ -85,6 +85,11 @@ class RaggedMask:
         self.local_size = local_size
         self._allowed: dict[torch.device, torch.Tensor] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError("The model computes with masks of its own, which packed rows cannot serve.")
+
     def allowed(self, device: torch.device) -> torch.Tensor:
         """
         What each token may see, with the queries of a row padded to `max_count`.

@@ -1,0 +1,84 @@
+"""Medusa heads as a drafter: every draft of a step from one batched product, without a forward of any model.
+
+Knows which hidden state belongs to a row's newest token. Does not know how heads are built or stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from ..generation import Draft, Drafter, Verification
+from ..generation.processing import LogitsProcessing
+from ..generation.rows import Rows
+
+
+if TYPE_CHECKING:
+    from .medusa import MedusaHeads
+
+
+class MedusaDrafter(Drafter):
+    """
+    Drafts with Medusa heads (Cai et al., 2024), the most probable token of each head (TETRIS paper, appendix C.5).
+
+    The heads read the hidden state that the target's own forward left behind, so a draft costs one small product. Tokens
+    are not sampled, hence exact at every temperature; the score of a token is its probability under its head.
+
+    Args:
+        heads ([`MedusaHeads`]): The heads. They are called, never changed.
+    """
+
+    needs_hidden_states = True
+
+    def __init__(self, heads: MedusaHeads):
+        self.heads = heads
+        self._states: torch.Tensor | None = None
+
+    def check(self, target: PreTrainedModel) -> None:
+        config = self.heads.config
+        lm_head = target.get_output_embeddings()
+        if lm_head is None:
+            raise ValueError(
+                f"`model` ({type(target).__name__}) has no output embeddings for Medusa heads to read from."
+            )
+        width = getattr(lm_head, "in_features", lm_head.weight.shape[-1])
+        if config.hidden_size != width:
+            raise ValueError(
+                f"`assistant_model` has Medusa heads for hidden states of width {config.hidden_size}, and those of the "
+                f"model ({type(target).__name__}) are {width} wide: they were trained for another model."
+            )
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        if config.vocab_size not in (None, vocab_size):
+            raise ValueError(
+                f"`assistant_model` has Medusa heads for a vocabulary of {config.vocab_size} tokens, and the model "
+                f"({type(target).__name__}) has {vocab_size}: they were trained for another model."
+            )
+
+    def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:
+        self._lm_head = target.get_output_embeddings()
+        self._vocab_size = vocab_size
+        self._states = None
+
+    def observe(self, rows: Rows, verification: Verification) -> None:
+        """Keep, for each row, the hidden state that gave its newest token."""
+        hidden_states = verification.hidden_states
+        assert hidden_states is not None, "`needs_hidden_states` asks for them"
+        newest = (verification.starts + verification.num_accepted).to(hidden_states.device)  # (R,)
+        if self._states is None:
+            self._states = hidden_states.new_zeros(rows.num_rows, hidden_states.shape[-1])
+        self._states[verification.live.to(hidden_states.device)] = hidden_states[newest]
+
+    def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
+        """See [`Drafter.propose`]. As many tokens as there are heads, at most."""
+        assert self._states is not None, "`observe` comes first"
+        depth = min(depth, self.heads.config.medusa_num_heads)
+        logits = self.heads(self._states[live.to(self._states.device)], self._lm_head, num_heads=depth)
+        distributions = logits[..., : self._vocab_size].float().softmax(-1)  # (R, K, V)
+        probabilities, tokens = (best.to(live.device) for best in distributions.max(-1))  # (R, K)
+        # The token is a function of the distribution: its probability tells nothing that the distribution does not.
+        return Draft(tokens, rows.room(live).clamp(max=depth), probabilities, probabilities)
+
+    def end(self) -> None:
+        self._states = self._lm_head = None
