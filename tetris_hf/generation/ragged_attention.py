@@ -88,7 +88,12 @@ class RaggedMask:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        return self._is_no_tensor()
+
+    def _is_no_tensor(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("The model computes with masks of its own, which packed rows cannot serve.")
+
+    __torch_function__ = __add__ = __mul__ = __getitem__ = _is_no_tensor
 
     def allowed(self, device: torch.device) -> torch.Tensor:
         """

@@ -210,7 +210,7 @@ def check_request(
             "`tetris_capacity`, which brings a cache of its own: leave it out."
         )
     for name, value in model_kwargs.items():
-        if value is not None and name not in _KNOWN_MODEL_KWARGS:
+        if _says_something(value) and name not in _KNOWN_MODEL_KWARGS:
             raise ValueError(
                 f"`{name}` is not supported with `tetris_capacity`: it would have to be cut per row. Leave it out, "
                 "or use plain `generate`."
@@ -227,6 +227,11 @@ def check_request(
                 f"{type(processor).__name__} keeps a state from one call to the next, and speculative decoding asks "
                 "for several positions at once. Leave it out, or use plain `generate`."
             )
+
+
+def _says_something(value: Any) -> bool:
+    """Not for `None`, nor for the empty encoder outputs that a multimodal model gets for text alone."""
+    return any(_says_something(part) for part in value.values()) if isinstance(value, dict) else value is not None
 
 
 def padding_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor:
