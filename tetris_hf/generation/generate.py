@@ -153,6 +153,9 @@ def _dispatch(
             "tokenizer."
         )
     kwargs = _with_stop_strings(kwargs, tokenizer)
+    # `generate` fills in a default for who asked for nothing: what was asked is only seen here.
+    depth, kwargs = _take(kwargs, "num_assistant_tokens")
+    kwargs["num_assistant_tokens"] = depth
     lookup, kwargs = _take(kwargs, "prompt_lookup_num_tokens")
     if lookup is not None:
         assistant, kwargs = _with_prompt_lookup(assistant, lookup, kwargs)
