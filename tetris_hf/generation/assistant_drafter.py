@@ -14,7 +14,7 @@ from .packing import Packing
 from .processing import LogitsProcessing
 from .rejection import sample
 from .rows import Rows
-from .validation import check_model, check_vocabularies
+from .validation import check_model, check_vocabularies, rope_limit
 
 
 class AssistantDrafter(Drafter):
@@ -23,10 +23,19 @@ class AssistantDrafter(Drafter):
 
     Args:
         model (`PreTrainedModel`): The assistant. It is called, never changed.
+        temperature (`float`, *optional*):
+            When sampling, drafts are drawn at this temperature on top of the target's processors: below 1 they agree
+            more often with a target that is surer than its assistant. Text is exact at any: q is what was drawn from.
+
+    Raises:
+        `ValueError`: If `temperature` is not positive.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, temperature: float | None = None):
+        if temperature is not None and not temperature > 0:
+            raise ValueError(f"`temperature` must be positive, got {temperature}. For greedy drafts use a small one.")
         self.model = model
+        self.temperature = temperature
         self._packed: PackedModel | None = None
 
     @property
@@ -38,8 +47,11 @@ class AssistantDrafter(Drafter):
         check_vocabularies(target, self.model)
 
     def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        self._context = min(rows.max_length, context or rows.max_length)
+        limits = (
+            getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
+            rope_limit(self.model),
+        )
+        self._context = min([rows.max_length, *(limit for limit in limits if limit is not None)])
         self._packed = PackedModel(self.model, rows.num_rows, rows.prompt_width, self._context)
         self._processing = processing
         self._vocab_size = vocab_size
@@ -71,7 +83,7 @@ class AssistantDrafter(Drafter):
             logits = self._fit(self._forward(rows, live, first, counts))  # (R, V)
             # A row that drafts no deeper is shown some prefix; its scores are not read.
             scores = processing(logits, live, (rows.length[live] + place).clamp(max=rows.max_length))
-            distribution = scores.softmax(-1)
+            distribution = (scores if self.temperature is None else scores / self.temperature).softmax(-1)
             if q is None:
                 drawn = distribution.argmax(-1)
             else:

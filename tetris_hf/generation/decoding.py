@@ -25,7 +25,15 @@ from .speculation import Speculation
 from .stats import TetrisStats
 from .stopping import RowStopping
 from .streaming import RowStreamer, as_row_streamer
-from .validation import check_capacity, check_depth, check_model, check_positions, check_request, padding_of
+from .validation import (
+    check_capacity,
+    check_depth,
+    check_length,
+    check_model,
+    check_positions,
+    check_request,
+    padding_of,
+)
 
 
 class TetrisDecoding:
@@ -112,6 +120,7 @@ class TetrisDecoding:
         pad_token_id = _first(generation_config._pad_token_tensor)
         padding = padding_of(input_ids, model_kwargs.get("attention_mask"), pad_token_id)
         check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
+        check_length(model, generation_config.max_length - int(padding.min()))
 
         rows = Rows(input_ids, padding, generation_config.max_length, pad_token_id if pad_token_id is not None else 0)
         depth = self._depth(rows.num_rows, check_depth(num_assistant_tokens), generation_config)

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import torch
 from transformers.generation import logits_process
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+)
 
 from .rows import Rows
 
@@ -24,12 +28,12 @@ HISTORY_FREE = _named(
     "InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor",
 )  # fmt: skip
 
-# Look at a row's own prefix as well, but neither at other rows nor at the row's number.
+# Look at a row's own prefix as well, but not at other rows.
 ROW_WISE = _named(
     "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor",
     "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor",
     "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
+    "ExponentialDecayLengthPenalty", "PrefixConstrainedLogitsProcessor",
 )  # fmt: skip
 
 
@@ -37,6 +41,14 @@ def _is_row_wise(processor: LogitsProcessor) -> bool:
     # The repetition penalty may carry one number per row of the whole batch.
     per_row = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
     return type(processor) in ROW_WISE and not per_row
+
+
+def _numbered(processor: LogitsProcessor, rows: list[int]) -> LogitsProcessor:
+    """The processor for a batch of these rows alone: a user's `prefix_allowed_tokens_fn` is told row numbers."""
+    if not isinstance(processor, PrefixConstrainedLogitsProcessor):
+        return processor
+    allowed = processor._prefix_allowed_tokens_fn
+    return PrefixConstrainedLogitsProcessor(lambda index, prefix: allowed(rows[index], prefix), num_beams=1)
 
 
 class LogitsProcessing:
@@ -96,7 +108,8 @@ class LogitsProcessing:
         for width in columns.unique().tolist():
             chosen = (columns == width).nonzero()[:, 0]  # (m,)
             if _is_row_wise(processor):
-                processed[chosen] = processor(self.rows.prefix(width, rows[chosen]), scores[chosen].clone())
+                of_rows = _numbered(processor, rows[chosen].tolist())
+                processed[chosen] = of_rows(self.rows.prefix(width, rows[chosen]), scores[chosen].clone())
             else:
                 # It may look at other rows or at row numbers: show the batch whole, in order, others as if finished.
                 everyone = scores.new_zeros(self.rows.num_rows, scores.shape[1])  # (N, V)

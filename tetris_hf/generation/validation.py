@@ -133,6 +133,39 @@ def check_model(model: PreTrainedModel, role: str) -> None:
         )
 
 
+def rope_limit(model: PreTrainedModel) -> int | None:
+    """
+    Length from which the rotary frequencies of *all* rows change because one row has reached it ("longrope",
+    "dynamic"). Rows of a packed batch reach it at other steps than those of plain `generate`. `None` if they never
+    change.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    limits = [part.get("original_max_position_embeddings") for part in kinds if part.get("rope_type") == "longrope"]
+    limits += [config.max_position_embeddings for part in kinds if part.get("rope_type") == "dynamic"]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def check_length(model: PreTrainedModel, max_text_length: int) -> None:
+    """
+    Args:
+        model (`PreTrainedModel`): The target.
+        max_text_length (`int`): Tokens that a row can have at most, without padding.
+
+    Raises:
+        `ValueError`: If rows could cross a length at which they change each other's positions.
+    """
+    limit = rope_limit(model)
+    if limit is not None and max_text_length > limit:
+        raise ValueError(
+            f"`model` ({type(model).__name__}) switches its rotary embeddings for all rows when one is longer than "
+            f"{limit} tokens, and with prompts and `max_new_tokens` a row could have {max_text_length}. Keep them "
+            f"within "
+            "the limit, or leave out `tetris_capacity`."
+        )
+
+
 def check_synced_gpus(synced_gpus: bool | None, model: PreTrainedModel) -> None:
     """
     Args:
