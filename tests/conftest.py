@@ -1,0 +1,78 @@
+"""Fixtures: the tiny kit of `kit.py`, built once, and the state of transformers put back after every test."""
+
+import copy
+
+import kit
+import pytest
+import torch
+import transformers
+
+import tetris_hf
+
+
+# Models this small lose time to a second thread, and one thread makes every run add in the same order.
+torch.set_num_threads(1)
+transformers.utils.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True)
+def plain_generate():
+    """Whatever a test enables for all models is undone after it."""
+    yield
+    tetris_hf.disable()
+
+
+@pytest.fixture
+def enabled():
+    """`generate` of all models knows `tetris_capacity`."""
+    tetris_hf.enable()
+    yield
+    tetris_hf.disable()
+
+
+@pytest.fixture(scope="session")
+def target():
+    """Two-layer Llama, vocabulary 64, no EOS, pad 0. Session-wide: a test that sets something on it must copy it."""
+    return kit.tiny()
+
+
+@pytest.fixture(scope="session")
+def near(target):
+    """The target with 2 % noise: accepts some drafts and rejects others."""
+    return kit.near(target)
+
+
+@pytest.fixture(scope="session")
+def same(target):
+    """An exact copy: every draft is accepted."""
+    return copy.deepcopy(target)
+
+
+@pytest.fixture(scope="session")
+def far():
+    """Other random weights: hardly a draft is accepted."""
+    return kit.tiny(seed=17)
+
+
+@pytest.fixture(scope="session")
+def assistants(near, same, far):
+    """The three of them by name."""
+    return {"near": near, "same": same, "far": far}
+
+
+@pytest.fixture
+def batch():
+    """Prompts of 3, 7 and 12 tokens, left-padded, with their mask."""
+    return kit.ragged()
+
+
+@pytest.fixture
+def warnings_of_transformers(caplog):
+    """What transformers' loggers warn of; they do not reach pytest's handler by themselves."""
+    logger = transformers.utils.logging.get_logger("transformers")
+    before = logger.propagate, logger.level
+    logger.propagate = True
+    transformers.utils.logging.set_verbosity_warning()
+    yield caplog
+    logger.propagate = before[0]
+    transformers.utils.logging.set_verbosity_error()
