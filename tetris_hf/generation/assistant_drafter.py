@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from .drafting import Draft, Drafter
+from .model_support import check_model, check_vocabularies, rope_limit
 from .packed_model import PackedModel
 from .packing import Packing
 from .processing import LogitsProcessing
 from .rejection import sample
 from .rows import Rows
-from .validation import check_model, check_vocabularies, rope_limit
 
 
 class AssistantDrafter(Drafter):

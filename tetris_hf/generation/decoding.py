@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .assistant_drafter import AssistantDrafter
 from .drafting import Drafter
+from .model_support import check_length, check_model
 from .outputs import OutputRecorder, TetrisDecoderOnlyOutput
 from .packed_model import PackedModel, packed_attention
 from .processing import LogitsProcessing
@@ -25,15 +26,7 @@ from .speculation import Speculation
 from .stats import TetrisStats
 from .stopping import RowStopping
 from .streaming import RowStreamer, as_row_streamer
-from .validation import (
-    check_capacity,
-    check_depth,
-    check_length,
-    check_model,
-    check_positions,
-    check_request,
-    padding_of,
-)
+from .validation import check_capacity, check_depth, check_positions, check_request, padding_of
 
 
 class TetrisDecoding:

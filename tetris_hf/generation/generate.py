@@ -18,8 +18,9 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from .decoding import TetrisDecoding
 from .drafting import Drafter
+from .model_support import check_synced_gpus
 from .prompt_lookup_drafter import PromptLookupDrafter
-from .validation import check_capacity, check_depth, check_synced_gpus
+from .validation import check_capacity, check_depth
 
 
 # Marks a `generate` of ours, and holds what it stands in for.
