@@ -214,8 +214,8 @@ def main() -> None:
     print(
         f"Made by `python tests/sweep.py` with transformers {transformers.__version__} and torch {torch.__version__}: "
         f"all {len(MODEL_TYPES)} causal-LM types, tiny random weights in float32, a ragged left-padded batch, a near "
-        "assistant, fewer tokens verified than drafted, texts longer than every window. A type is *equal* if the text is "
-        "token for token that of stock `generate`, and *refused* if it raises an error before any text.\n"
+        "assistant, fewer tokens verified than drafted, texts longer than every window. A type is *equal* if the text "
+        "is token for token that of stock `generate`, and *refused* if it raises an error before any text.\n"
     )
     print(f"## Equal ({len(equal)})\n\n" + ", ".join(f"`{name}`" for name, _ in sorted(equal)) + "\n")
     print(f"## Refused ({len(refused)})\n\n| type | why |\n| --- | --- |")

@@ -17,7 +17,7 @@ from .generation import (
     disable,
     enable,
 )
-from .models import LayerSkipAssistant
+from .models import LayerChoice, LayerSkipAssistant, choose_layers
 
 
 __version__ = "0.1.0"
@@ -29,6 +29,7 @@ __all__ = [
     "DraftSelectorList",
     "Drafter",
     "FixedWindowSelector",
+    "LayerChoice",
     "LayerSkipAssistant",
     "PromptLookupDrafter",
     "RowStreamer",
@@ -37,6 +38,7 @@ __all__ = [
     "TetrisDecoding",
     "TetrisSelector",
     "TetrisStats",
+    "choose_layers",
     "disable",
     "enable",
 ]

@@ -1,4 +1,4 @@
-"""Every logits processor, at every verified position with that row's own prefix: the text is that of plain `generate`."""
+"""Every logits processor, at every verified position with that row's own prefix: text is that of plain `generate`."""
 
 import kit
 import pytest
