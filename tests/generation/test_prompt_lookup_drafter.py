@@ -74,9 +74,14 @@ def test_chances_are_learned_by_length_of_the_match(target, enabled):
     assert start[2, 0] > start[1, 0] > start[0, 0]
     batch = {"input_ids": torch.tensor([[7, 8, 9, 10] * 3])}
     out = target.generate(
-        **batch, max_new_tokens=40, do_sample=False, assistant_model=drafter, num_assistant_tokens=3, tetris_capacity=4,
+        **batch,
+        max_new_tokens=40,
+        do_sample=False,
+        assistant_model=drafter,
+        num_assistant_tokens=3,
+        tetris_capacity=4,
         return_dict_in_generate=True,
-    )  # fmt: skip
+    )
     stats = out.tetris_stats
     # What was reached is what was verified up to and including the first that fell.
     assert drafter._stood.sum() == stats.accepted.sum()
