@@ -14,6 +14,7 @@ from .generation import (
     TetrisDecoding,
     TetrisSelector,
     TetrisStats,
+    Verification,
     disable,
     enable,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "TetrisDecoding",
     "TetrisSelector",
     "TetrisStats",
+    "Verification",
     "choose_layers",
     "disable",
     "enable",
