@@ -132,6 +132,8 @@ def _dispatch(
     """
     Plain `generate` without a capacity; else `preparing`, a `generate` that prepares the inputs for our decoding.
     """
+    if isinstance(kwargs.get("custom_generate"), str):
+        return plain(model, *args, **kwargs)  # a Hub folder knows its own arguments
     capacity, selector = kwargs.pop("tetris_capacity", None), kwargs.pop("tetris_selector", None)
     if capacity is None:
         if selector is not None:
