@@ -1,6 +1,7 @@
 """What cannot be done exactly is refused before the first forward of any model, by a message with argument and fix."""
 
 import copy
+import inspect
 import re
 import warnings
 from contextlib import contextmanager
@@ -207,6 +208,8 @@ def test_inputs_embeds(target, near, batch):
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_a_cache_that_is_not_empty(target, near, batch, name):
+    if name == "cache" and name not in inspect.signature(target.forward).parameters:
+        pytest.skip("this transformers knows the older name only")
     cache = DynamicCache(config=target.config)
     states = torch.zeros(3, 2, 5, 8)
     for layer in range(2):

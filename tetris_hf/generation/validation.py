@@ -146,11 +146,11 @@ def padding_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad
     Raises:
         `ValueError`: If a row is empty, padded at the right, or has holes.
     """
-    if attention_mask is None:
+    if attention_mask is None or bool((attention_mask == 1).all()):
         starts_padded = input_ids[:, 0] == (-1 if pad_token_id is None else pad_token_id)  # (N,)
         if starts_padded.any() and not starts_padded.all():
             logger.warning(
-                "Some rows of `input_ids` begin with the padding token and no `attention_mask` marks it as padding: "
+                "Some rows of `input_ids` begin with the padding token and `attention_mask` does not mark it as padding: "
                 "it is read as text, as plain `generate` reads it. Pass the tokenizer's `attention_mask`."
             )
         return torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)

@@ -64,9 +64,9 @@ class MedusaHeads(PreTrainedModel):
     """
     Medusa heads for a target (Cai et al., 2024), used as its assistant: `generate(..., assistant_model=heads)`.
 
-    Head k predicts the token k + 2 places after the position that a hidden state belongs to; the target itself predicts
-    the one at k = -1. Each head is `medusa_num_layers` blocks `x + SiLU(W x + b)`, which start as the identity, and an
-    output matrix. The weights of all heads are stacked, so that one batched product serves them all.
+    From the hidden state of a token, the target predicts the next one and head k, counted from 0, the one k + 1 places
+    after that. A head is `medusa_num_layers` blocks `x + SiLU(W x + b)`, which start as the identity, and an output
+    matrix. The weights of all heads are stacked, so that one batched product serves them all.
 
     Args:
         config ([`MedusaConfig`]): Sizes.
@@ -87,7 +87,8 @@ class MedusaHeads(PreTrainedModel):
         layers, heads, hidden = config.medusa_num_layers, config.medusa_num_heads, config.hidden_size
         self.weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden))
         self.bias = nn.Parameter(torch.empty(layers, heads, hidden)) if config.medusa_fc_bias else None
-        self.output = None if config.original_lm_head else nn.Parameter(torch.empty(heads, config.vocab_size, hidden))
+        own_outputs = config.vocab_size is not None and not config.original_lm_head
+        self.output = nn.Parameter(torch.empty(heads, config.vocab_size, hidden)) if own_outputs else None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -159,8 +160,8 @@ class MedusaHeads(PreTrainedModel):
             pretrained_model_name_or_path (`str` or `os.PathLike`): A folder or a Hub repository.
             model_args: As in [`PreTrainedModel.from_pretrained`].
             kwargs:
-                As in [`PreTrainedModel.from_pretrained`]. Published layouts take `dtype` and what says where on the Hub
-                to look (`revision`, `subfolder`, `token`, `cache_dir`, `local_files_only`, `force_download`).
+                As in [`PreTrainedModel.from_pretrained`]. Published layouts take `dtype` and what says where on the
+                Hub to look (`revision`, `subfolder`, `token`, `cache_dir`, `local_files_only`, `force_download`).
 
         Raises:
             `ValueError`: If a checkpoint is in none of these layouts.

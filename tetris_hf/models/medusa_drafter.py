@@ -23,8 +23,8 @@ class MedusaDrafter(Drafter):
     """
     Drafts with Medusa heads (Cai et al., 2024), the most probable token of each head (TETRIS paper, appendix C.5).
 
-    The heads read the hidden state that the target's own forward left behind, so a draft costs one small product. Tokens
-    are not sampled, hence exact at every temperature; the score of a token is its probability under its head.
+    The heads read the hidden state that the target's own forward left behind, so a draft costs one small product.
+    Tokens are not sampled: any score is exact then, and a token's is its probability under its head.
 
     Args:
         heads ([`MedusaHeads`]): The heads. They are called, never changed.
@@ -39,21 +39,20 @@ class MedusaDrafter(Drafter):
     def check(self, target: PreTrainedModel) -> None:
         config = self.heads.config
         lm_head = target.get_output_embeddings()
+        name = f"the model ({type(target).__name__})"
         if lm_head is None:
-            raise ValueError(
-                f"`model` ({type(target).__name__}) has no output embeddings for Medusa heads to read from."
-            )
+            raise ValueError(f"`assistant_model` has Medusa heads, and {name} has no output embeddings for them.")
         width = getattr(lm_head, "in_features", lm_head.weight.shape[-1])
         if config.hidden_size != width:
             raise ValueError(
-                f"`assistant_model` has Medusa heads for hidden states of width {config.hidden_size}, and those of the "
-                f"model ({type(target).__name__}) are {width} wide: they were trained for another model."
+                f"`assistant_model` has Medusa heads for hidden states of width {config.hidden_size}, and those of "
+                f"{name} are {width} wide: pass heads that were trained for it."
             )
         vocab_size = target.config.get_text_config(decoder=True).vocab_size
         if config.vocab_size not in (None, vocab_size):
             raise ValueError(
-                f"`assistant_model` has Medusa heads for a vocabulary of {config.vocab_size} tokens, and the model "
-                f"({type(target).__name__}) has {vocab_size}: they were trained for another model."
+                f"`assistant_model` has Medusa heads for a vocabulary of {config.vocab_size} tokens, and {name} has "
+                f"{vocab_size}: pass heads that were trained for it."
             )
 
     def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:

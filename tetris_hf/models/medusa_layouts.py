@@ -64,14 +64,12 @@ def read_published(
     if "MedusaHeads" in (config.get("architectures") or ()):
         return None
     found = (cached_file(name_or_path, name, **where) for name in _FILES)
-    file = next((path for path in found if path is not None), None)
-    if file is None:
+    path = next((path for path in found if path is not None), None)
+    if path is None:
         return None
-    if file.endswith(".safetensors"):
-        tensors = load_file(file)
-    else:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    return from_published(tensors, config)
+    if path.endswith(".safetensors"):
+        return from_published(load_file(path), config)
+    return from_published(torch.load(path, map_location="cpu", weights_only=True), config)
 
 
 def from_published(
@@ -92,11 +90,11 @@ def from_published(
     """
     if "token_map" in tensors:
         raise ValueError("The Medusa checkpoint has a truncated vocabulary (`token_map`), which is not supported.")
-    for blocks_named, outputs_named in zip(_BLOCKS, _OUTPUTS, strict=True):
-        if any(blocks_named.fullmatch(name) for name in tensors):
-            break
-    else:
+    layouts = zip(_BLOCKS, _OUTPUTS, strict=True)
+    layout = next((names for names in layouts if any(names[0].fullmatch(name) for name in tensors)), None)
+    if layout is None:
         raise ValueError(f"The checkpoint holds no Medusa heads: it has {_some(tensors)}. Known layouts are {_KNOWN}.")
+    blocks_named, outputs_named = layout
 
     blocks: dict[tuple[int, int, str], torch.Tensor] = {}
     outputs: dict[int, torch.Tensor] = {}
@@ -110,7 +108,7 @@ def from_published(
             output_places.add(match.groupdict().get("block"))
         elif name != "lm_head.weight":  # the target's own output matrix, which some copy along
             unknown.append(name)
-    num_heads, num_layers = (1 + max(key[place] for key in blocks) for place in (0, 1))
+    num_heads, num_layers = 1 + max(key[0] for key in blocks), 1 + max(key[1] for key in blocks)
     if unknown or not output_places <= {None, str(num_layers)}:
         raise ValueError(
             f"The Medusa checkpoint has tensors of unknown meaning: {_some(unknown or tensors)}. Known layouts are "
@@ -144,7 +142,7 @@ def from_published(
     return sizes, weights
 
 
-def _stack(tensors: list[torch.Tensor | None], what: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _stack(tensors: list[torch.Tensor | None], what: str, shape: tuple[Any, ...]) -> torch.Tensor:
     """All heads' tensors of one kind, checked."""
     for head, tensor in enumerate(tensors):
         if tensor is None or tensor.shape != shape:

@@ -28,11 +28,12 @@ _SIZES = ("model_type", "hidden_size", "vocab_size")
 
 class ShallowAssistant:
     """
-    Makes, stores and loads assistants of a few decoder layers. It has no instances: what it returns is an ordinary causal
-    LM of the target's class, used like any other as `assistant_model`.
+    Makes, stores and loads assistants of a few decoder layers. It has no instances: what it returns is an ordinary
+    causal LM of the target's class, used like any other as `assistant_model`.
 
-    The decoder layers and the final norm are the assistant's own. The embeddings on both ends are the very tensors of the
-    target: neither stored nor copied, and the target is not changed. Put the target on its device and in its dtype first.
+    The decoder layers and the final norm are the assistant's own. The embeddings on both ends are the very tensors of
+    the target: neither stored nor copied, and the target is not changed. Put the target on its device and in its dtype
+    first.
 
     Examples:
 
@@ -107,12 +108,11 @@ class ShallowAssistant:
         config = copy.deepcopy(assistant.config)
         if hasattr(config, "quantization_config"):  # the target's, as is its name
             del config.quantization_config
-        own = {
-            name: weight.detach().contiguous() for name, weight in ShallowAssistant.own_parameters(assistant).items()
-        }
+        own = ShallowAssistant.own_parameters(assistant)
         config.dtype = next(iter(own.values())).dtype
         config.save_pretrained(folder)
-        save_file(own, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        weights = {name: parameter.detach().contiguous() for name, parameter in own.items()}
+        save_file(weights, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
     @staticmethod
     def from_pretrained(
@@ -134,23 +134,24 @@ class ShallowAssistant:
         """
         config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
         layers = getattr(config, _BEGAN_AS, None)
+        stored_in = f"`{pretrained_model_name_or_path}`"
         if layers is None:
             raise ValueError(
-                f"`{pretrained_model_name_or_path}` is no shallow assistant: its configuration has no `{_BEGAN_AS}`. Load "
-                "an ordinary model with `AutoModelForCausalLM.from_pretrained`."
+                f"{stored_in} is no shallow assistant, its configuration has no `{_BEGAN_AS}`. Load an ordinary model "
+                "with `AutoModelForCausalLM.from_pretrained`."
             )
         for size in _SIZES:
-            mine, its = (getattr(c.get_text_config(decoder=True), size) for c in (config, target.config))
-            if mine != its:
+            its, wanted = (getattr(c.get_text_config(decoder=True), size) for c in (config, target.config))
+            if its != wanted:
                 raise ValueError(
-                    f"`{pretrained_model_name_or_path}` was trained for another target: its `{size}` is {mine!r}, that of "
-                    f"`target` ({type(target).__name__}) is {its!r}."
+                    f"{stored_in} was trained for another target: its `{size}` is {its!r}, that of `target` "
+                    f"({type(target).__name__}) is {wanted!r}."
                 )
         assistant = LayerSkipAssistant(target, layers)
         file = cached_file(pretrained_model_name_or_path, SAFE_WEIGHTS_NAME, **kwargs)
         stored, expected = load_file(file), ShallowAssistant.own_parameters(assistant)
         if different := sorted(stored.keys() ^ expected.keys()):
-            raise ValueError(f"`{pretrained_model_name_or_path}` is damaged: `{different[0]}` is missing or too much.")
+            raise ValueError(f"{stored_in} is damaged: `{different[0]}` is missing or too much.")
         embeddings = target.get_input_embeddings().weight
         _replace(assistant, {name: weight.to(embeddings) for name, weight in stored.items()})
         setattr(assistant.config, _BEGAN_AS, layers)
