@@ -67,7 +67,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
-    "is_decoder": True,
 }
 # Multi-head latent attention has its own widths, and as many key/value heads as heads.
 LATENT = {
@@ -78,8 +77,28 @@ LATENT = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
+# Encoders by default, which stock `generate` runs with a warning and without a cache.
+ENCODERS = (
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 # What a type needs besides.
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(ENCODERS, {"is_decoder": True}),
     # Its recurrence over layers blows rounding up: with wide weights stock `generate` differs from itself, too.
     "hrm_text": {"initializer_range": 0.1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},

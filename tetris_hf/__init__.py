@@ -18,7 +18,15 @@ from .generation import (
     disable,
     enable,
 )
-from .models import LayerChoice, LayerSkipAssistant, choose_layers
+from .models import (
+    LayerChoice,
+    LayerSkipAssistant,
+    MedusaConfig,
+    MedusaDrafter,
+    MedusaHeads,
+    ShallowAssistant,
+    choose_layers,
+)
 
 
 __version__ = "0.1.0"
@@ -32,9 +40,13 @@ __all__ = [
     "FixedWindowSelector",
     "LayerChoice",
     "LayerSkipAssistant",
+    "MedusaConfig",
+    "MedusaDrafter",
+    "MedusaHeads",
     "PromptLookupDrafter",
     "RowStreamer",
     "RowTextStreamer",
+    "ShallowAssistant",
     "TetrisDecoderOnlyOutput",
     "TetrisDecoding",
     "TetrisSelector",

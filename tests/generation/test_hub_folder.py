@@ -1,4 +1,4 @@
-"""`tetris_hf/generation/` is a Hub `custom_generate/` as it stands: loaded from a folder, in a process without the package."""
+"""`tetris_hf/generation/` is a Hub `custom_generate/` as it stands, also in a process without the package."""
 
 import shutil
 import subprocess

@@ -44,8 +44,10 @@ def check_model(model: PreTrainedModel, role: str) -> None:
             f"{name} has layers with a cache of kind {', '.join(sorted(kinds))}, which cannot be cut back per row. "
             "Leave out `tetris_capacity`, or use a model with attention layers only."
         )
+    # Some causal models (GPT-NeoX) leave `is_decoder` at its default of False: their attention layers know better.
+    bidirectional = any(getattr(module, "is_causal", True) is False for module in model.modules())
     for setting in ("is_causal", "is_decoder"):
-        if not getattr(config, setting, True):
+        if not getattr(config, setting, True) and (setting == "is_causal" or bidirectional):
             raise ValueError(
                 f"{name} has `config.{setting}=False`: it attends to later tokens, so drafts cannot be verified at "
                 f"once. Load it with `{setting}=True`, or leave out `tetris_capacity`."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .packing import Packing
 
@@ -123,6 +123,8 @@ def ragged_mask(mask_function: Callable = causal_mask_function, **kwargs: Any) -
     # None was passed. Some models then make one of ones, which says nothing; any other would go unheard.
     if attention_mask is not None and not attention_mask.all():
         raise NotImplementedError("The model masks tokens by a rule of its own, which packed rows cannot follow.")
+    if mask_function is bidirectional_mask_function:
+        raise NotImplementedError("The model attends to later tokens, so drafts cannot be verified at once.")
     forward = _forward.get()
     forward.masks.append(RaggedMask(forward.packing, mask_function, kwargs.get("local_size")))
     return forward.masks[-1]

@@ -150,8 +150,8 @@ def padding_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad
         starts_padded = input_ids[:, 0] == (-1 if pad_token_id is None else pad_token_id)  # (N,)
         if starts_padded.any() and not starts_padded.all():
             logger.warning(
-                "Some rows of `input_ids` begin with the padding token and `attention_mask` does not mark it as padding: "
-                "it is read as text, as plain `generate` reads it. Pass the tokenizer's `attention_mask`."
+                "Some rows of `input_ids` begin with the padding token, and `attention_mask` does not mark it as "
+                "padding: it is read as text, as plain `generate` reads it. Pass the tokenizer's `attention_mask`."
             )
         return torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
     text = attention_mask.to(input_ids.device) != 0

@@ -87,8 +87,8 @@ class MedusaHeads(PreTrainedModel):
         layers, heads, hidden = config.medusa_num_layers, config.medusa_num_heads, config.hidden_size
         self.weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden))
         self.bias = nn.Parameter(torch.empty(layers, heads, hidden)) if config.medusa_fc_bias else None
-        own_outputs = config.vocab_size is not None and not config.original_lm_head
-        self.output = nn.Parameter(torch.empty(heads, config.vocab_size, hidden)) if own_outputs else None
+        own_outputs = torch.empty(0 if config.original_lm_head else heads, config.vocab_size or 0, hidden)
+        self.output = None if config.original_lm_head else nn.Parameter(own_outputs)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
