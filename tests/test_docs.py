@@ -31,7 +31,12 @@ def test_the_example_drafter_is_exact_and_drafts(target, enabled):
 
 
 def test_the_audit_example_runs(target, near, enabled):
-    scope = {"model": copy.deepcopy(target), "draft": near, "batch": kit.ragged(), "first_differences": first_differences}
+    scope = {
+        "model": copy.deepcopy(target),
+        "draft": near,
+        "batch": kit.ragged(),
+        "first_differences": first_differences,
+    }
     scope["model"].generation_config.max_new_tokens = 12
     exec(python_blocks("docs/exactness.md")[0], scope)
     assert torch.equal(scope["plain"], scope["ours"])

@@ -53,7 +53,7 @@ def law(model, prompt, settings, depth):
 def draw(
     models, settings, selector=None, capacity=ROWS, depth=3, rows=ROWS, calls=CALLS, new_tokens=5, assistant=None
 ):
-    """What `calls` calls of `generate` add to the two prompts, `(2, draws, new_tokens)`; the last call's statistics."""
+    """What `calls` calls of `generate` add to the two prompts, `(2, draws, new_tokens)`, and the last statistics."""
     target, draft = models
     prompts = torch.tensor(PROMPTS).repeat(rows // 2, 1)
     drawn = []
