@@ -13,7 +13,7 @@ import torch
 from scipy import stats as scipy_stats
 from transformers.generation.logits_process import LogitsProcessorList
 
-from tetris_hf import AssistantDrafter, FixedWindowSelector, TetrisSelector
+from tetris_hf import AssistantDrafter, FixedWindowSelector, PromptLookupDrafter, TetrisSelector
 
 
 ROWS, CALLS = 10_000, 20  # 100,000 draws for each of two prompts
@@ -88,12 +88,14 @@ def test_three_tokens_have_the_joint_law_of_the_target(models, name):
         assert p_value(tokens, law(models[0], prompt, SETTINGS[name], 3)) > 1e-3
 
 
-def test_a_draft_temperature_and_a_fixed_window(models):
+def test_other_drafters_and_selectors(models):
     torch.manual_seed(12)
     for settings in (
         {"assistant": AssistantDrafter(models[1], temperature=0.5)},
         {"selector": FixedWindowSelector(2), "capacity": 2 * ROWS},
         {"assistant": copy.deepcopy(models[0])},
+        {"assistant": PromptLookupDrafter(1)},
+        {"assistant": [PromptLookupDrafter(1), models[1]]},
     ):
         drawn, _ = draw(models, {}, calls=10, **settings)
         for prompt, tokens in zip(PROMPTS, drawn, strict=True):

@@ -4,6 +4,7 @@ from .assistant_drafter import AssistantDrafter
 from .decoding import TetrisDecoding
 from .drafting import Draft, Drafter, Verification
 from .generate import disable, enable, generate
+from .mixed_drafter import MixedDrafter
 from .outputs import TetrisDecoderOnlyOutput
 from .prompt_lookup_drafter import PromptLookupDrafter
 from .selection import DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
@@ -18,6 +19,7 @@ __all__ = [
     "DraftSelectorList",
     "Drafter",
     "FixedWindowSelector",
+    "MixedDrafter",
     "PromptLookupDrafter",
     "RowStreamer",
     "RowTextStreamer",

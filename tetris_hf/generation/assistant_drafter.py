@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from .drafting import Draft, Drafter
+from .drafting import Draft, Drafter, Verification
 from .model_support import check_model, check_vocabularies, rope_limit
 from .packed_model import PackedModel
 from .packing import Packing
@@ -95,6 +95,13 @@ class AssistantDrafter(Drafter):
             rows.write(live, tokens, (lengths > place) * (place + 1))
         self._cached[live] = torch.where(lengths > 0, text_length + lengths - 1, self._cached[live])
         return Draft(tokens, lengths, probabilities, expectations, q)
+
+    def observe(self, rows: Rows, verification: Verification) -> None:
+        """The cache holds drafts; from the first one that did not become text on, it holds something else."""
+        live, num_accepted = verification.live, verification.num_accepted
+        before = rows.text_length(live) - 1 - num_accepted
+        kept = before + torch.minimum(num_accepted, verification.lengths)
+        self._cached[live] = torch.minimum(self._cached[live], kept)
 
     def _forward(self, rows: Rows, live: torch.Tensor, first: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """

@@ -5,7 +5,7 @@ Knows what a user may ask and checks it before the first forward. Does not know 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .assistant_drafter import AssistantDrafter
 from .drafting import Drafter
+from .mixed_drafter import MixedDrafter
 from .model_support import check_length, check_model
 from .outputs import OutputRecorder, TetrisDecoderOnlyOutput
 from .packed_model import PackedModel, packed_attention
@@ -38,8 +39,9 @@ class TetrisDecoding:
     `generate` (token for token in float32); sampled text has exactly the target's distribution.
 
     Args:
-        assistant (`PreTrainedModel` or [`Drafter`], *optional*):
-            Who drafts: any causal LM with the target's tokenizer, or a drafter. `None` decodes without drafts.
+        assistant (`PreTrainedModel`, [`Drafter`] or a list of them, *optional*):
+            Who drafts: any causal LM with the target's tokenizer, a drafter, or several of them, mixed per row
+            ([`MixedDrafter`]). `None` decodes without drafts.
         capacity (`int`): C, draft tokens verified per step over the whole batch (paper, section 3.2).
         num_assistant_tokens (`int`, *optional*):
             K, draft tokens proposed per row and step. By default what the call or the assistant's generation config
@@ -62,7 +64,7 @@ class TetrisDecoding:
 
     def __init__(
         self,
-        assistant: PreTrainedModel | Drafter | None,
+        assistant: PreTrainedModel | Drafter | Sequence[PreTrainedModel | Drafter] | None,
         capacity: int,
         num_assistant_tokens: int | None = None,
         selector: DraftSelector | Iterable[DraftSelector] | None = None,
@@ -159,10 +161,15 @@ class TetrisDecoding:
         return -(-self.capacity // num_rows) + 2
 
 
-def _as_drafter(assistant: PreTrainedModel | Drafter | None) -> Drafter | None:
-    """The drafter for what the user gave. A model may bring its own, as Medusa heads do, by a method `as_drafter`."""
+def _as_drafter(assistant: Any) -> Drafter | None:
+    """
+    The drafter for what the user gave. A model may bring its own, as Medusa heads do, by a method `as_drafter`;
+    several in a list are mixed.
+    """
     if assistant is None or isinstance(assistant, Drafter):
         return assistant
+    if isinstance(assistant, list | tuple):
+        return MixedDrafter([drafter for one in assistant if (drafter := _as_drafter(one)) is not None])
     if hasattr(assistant, "as_drafter"):
         return assistant.as_drafter()
     if not isinstance(assistant, PreTrainedModel):
