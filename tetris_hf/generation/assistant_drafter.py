@@ -55,6 +55,7 @@ class AssistantDrafter(Drafter):
         self._packed = PackedModel(self.model, rows.num_rows, rows.prompt_width, self._context)
         self._processing = processing
         self._vocab_size = vocab_size
+        self._num_embeddings = self.model.get_input_embeddings().weight.shape[0]
         # Tokens of each row whose keys and values the cache holds. What is committed later than that is fed first.
         self._cached = torch.zeros_like(rows.length)
 
@@ -110,7 +111,8 @@ class AssistantDrafter(Drafter):
         all_counts = torch.zeros_like(rows.length).index_copy_(0, live, counts)
         all_first = torch.zeros_like(rows.length).index_copy_(0, live, first)
         packing = Packing.fitting(all_counts, all_first)
-        tokens = rows.read(packing.rows.clamp(min=0), packing.positions)
+        # The target may say what this model has no embedding for; it then reads another token, and drafts the worse.
+        tokens = rows.read(packing.rows.clamp(min=0), packing.positions).clamp(max=self._num_embeddings - 1)
         assert self._packed is not None, "`begin` comes first"
         return self._packed.forward(tokens, packing, keep=packing.last[live]).logits
 
