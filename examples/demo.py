@@ -16,6 +16,7 @@ import importlib.util
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -92,6 +93,27 @@ def load(name: str | None, device: str, dtype: torch.dtype) -> tuple[PreTrainedM
     return model, tokenizer
 
 
+def drafter_for(model: PreTrainedModel, args: argparse.Namespace) -> Any:
+    """Who drafts, by the arguments of the command line."""
+    if args.assistant is not None:
+        return load(args.assistant, args.device, getattr(torch, args.dtype))[0]
+    if args.drafter == "lookup":
+        return tetris_hf.PromptLookupDrafter()
+    if args.drafter in ("medusa", "shallow"):
+        if args.model is not None:
+            raise SystemExit(f"--drafter {args.drafter} was trained for the bundled model. Leave out --model.")
+        folder = Path(__file__).parent.parent / "assets" / f"smollm2-135m-{args.drafter}"
+        if args.drafter == "medusa":
+            return tetris_hf.MedusaHeads.from_pretrained(folder, dtype=model.dtype).to(model.device)
+        return tetris_hf.ShallowAssistant.from_pretrained(folder, target=model)
+    depth = model.config.get_text_config().num_hidden_layers
+    layers = list(KEPT_LAYERS if args.model is None else range(0, depth, 2))
+    if args.layers is not None:
+        layers = [int(layer) for layer in args.layers.split(",")]
+    print(f"The assistant is the target with {len(layers)} of its {depth} layers: {layers}")
+    return tetris_hf.LayerSkipAssistant(model, layers)
+
+
 def as_chat(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[str]:
     """The prompts in the model's chat template, if it has one."""
     if tokenizer.chat_template is None:
@@ -138,6 +160,13 @@ def main() -> None:
     parser.add_argument(
         "--assistant", help="hub id or folder of the assistant (default: the target with layers skipped)"
     )
+    parser.add_argument(
+        "--drafter",
+        default="layers",
+        choices=["layers", "medusa", "shallow", "lookup"],
+        help="without --assistant: the target with layers skipped, the shipped Medusa heads or shallow assistant, or "
+        "copies from the text itself (default: layers)",
+    )
     parser.add_argument("--layers", help="layers that the default assistant keeps, for instance 0,1,5,29")
     parser.add_argument("--capacity", type=int, default=32, help="draft tokens verified per step (default: 32)")
     parser.add_argument(
@@ -151,15 +180,7 @@ def main() -> None:
 
     print(f"Loading {args.model or 'SmolLM2-135M-Instruct'} ({args.dtype}, {args.device}) ...", flush=True)
     model, tokenizer = load(args.model, args.device, getattr(torch, args.dtype))
-    if args.assistant is not None:
-        assistant, _ = load(args.assistant, args.device, getattr(torch, args.dtype))
-    else:
-        layers = [int(layer) for layer in args.layers.split(",")] if args.layers else list(KEPT_LAYERS)
-        depth = model.config.get_text_config().num_hidden_layers
-        if args.model is not None and args.layers is None:
-            layers = list(range(0, depth, 2))
-        assistant = tetris_hf.LayerSkipAssistant(model, layers)
-        print(f"The assistant is the target with {len(layers)} of its {depth} layers: {layers}")
+    drafter = drafter_for(model, args)
 
     batch = tokenizer(as_chat(tokenizer, list(PROMPTS)), return_tensors="pt", padding=True, add_special_tokens=False)
     batch = batch.to(args.device)
@@ -175,7 +196,7 @@ def main() -> None:
         lambda s: model.generate(
             **batch,
             **settings,
-            assistant_model=assistant,
+            assistant_model=drafter,
             tetris_capacity=args.capacity,
             num_assistant_tokens=args.num_assistant_tokens,
             streamer=s,
