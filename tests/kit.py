@@ -39,7 +39,14 @@ ZOO: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 8},
     "mistral": {"sliding_window": 8},
-    "gemma2": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    # Eager: the SDPA path of older transformers (5.17) leaves the soft cap out without a word.
+    "gemma2": {
+        "head_dim": 8,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "attn_implementation": "eager",
+    },
     "gemma3_text": {
         "head_dim": 8,
         "sliding_window": 8,
