@@ -38,7 +38,7 @@ def test_equal_rows_and_unequal_widths_are_no_difference(target):
 def test_half_precision_differs_only_at_near_ties():
     # Four layers, vocabulary 512, bfloat16: what differs from stock there must be a matter of rounding.
     model = kit.tiny(vocab_size=512, num_hidden_layers=4, initializer_range=0.2).to(torch.bfloat16)
-    batch = kit.ragged(tuple(range(3, 23)), vocabulary=512)
+    batch = kit.ragged(tuple(range(3, 23)) * 2, vocabulary=512)
     settings = {"max_new_tokens": 32, "do_sample": False}
     plain = model.generate(**batch, **settings)
     ours = kit.speculate(model, batch, kit.near(model), 20, 3, **settings).sequences

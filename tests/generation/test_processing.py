@@ -99,6 +99,39 @@ def test_positions_are_grouped_by_width_and_history_free_ones_are_not():
     assert torch.equal(warm(torch.ones(4, 3), position_rows, columns), torch.full((4, 3), 2.0))
 
 
+FREE = {
+    "TemperatureLogitsWarper": (0.7,),
+    "TopKLogitsWarper": (5,),
+    "TopPLogitsWarper": (0.8,),
+    "TopHLogitsWarper": (0.5,),
+    "MinPLogitsWarper": (0.2,),
+    "TypicalLogitsWarper": (0.8,),
+    "EpsilonLogitsWarper": (0.01,),
+    "EtaLogitsWarper": (0.01,),
+    "LogitNormalization": (),
+    "InfNanRemoveLogitsProcessor": (),
+    "SuppressTokensLogitsProcessor": ([3, 4],),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_one_call_for_all_positions_equals_a_call_for_each(name):
+    kind = next((kind for kind in HISTORY_FREE if kind.__name__ == name), None)
+    if kind is None:
+        pytest.skip("not in this transformers")
+    processor = kind(*FREE[name])
+    rows = Rows(torch.tensor([[0, 0, 1], [2, 3, 4]]), torch.tensor([2, 0]), max_length=9, pad_token_id=0)
+    logits = 4 * torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    found = LogitsProcessing([processor], rows, True)(logits, torch.tensor([0, 0, 0, 1, 1, 1]), torch.full((6,), 3))
+    alone = [processor(torch.tensor([[7, 8, 9]]), logits[place : place + 1].clone()) for place in range(6)]
+    torch.testing.assert_close(found, torch.cat(alone))
+    assert not torch.equal(found, logits) or name == "InfNanRemoveLogitsProcessor"
+
+
+def test_every_history_free_kind_is_tried():
+    assert {kind.__name__ for kind in HISTORY_FREE} <= set(FREE)
+
+
 def test_the_kinds_are_disjoint_and_known_to_this_transformers():
     assert not HISTORY_FREE & ROW_WISE
     assert len(HISTORY_FREE) >= 10 and len(ROW_WISE) >= 10
