@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--depth", type=int, nargs="+", default=[4], help="K")
     parser.add_argument("--window", type=int, nargs="+", default=[1, 2, 3], help="C / N")
+    parser.add_argument("--drafters", nargs="+", default=["medusa", "shallow", "lookup", "lookup + shallow"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
@@ -91,7 +92,7 @@ def main() -> None:
     results = [{"drafter": "none", "tokens_per_second": tokens / base_seconds}]
     print(f"plain generate {tokens / plain_seconds:.0f} tok/s, C = 0 {tokens / base_seconds:.0f} tok/s", flush=True)
     print("          drafter  K C/N selector    VSR    TER tok/step   tok/s acceptance")
-    for name, drafter in drafters.items():
+    for name, drafter in ((name, drafters[name]) for name in args.drafters):
         for depth in args.depth:
             for window in args.window:
                 for selector in ("fixed", "tetris"):
