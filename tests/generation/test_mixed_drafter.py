@@ -81,3 +81,35 @@ def test_arguments(near):
         MixedDrafter([AssistantDrafter(near)])
     with pytest.raises(ValueError, match="`drafters`.*LlamaForCausalLM"):
         MixedDrafter([near, near])
+
+
+@pytest.mark.parametrize("who", ["near", "far"])
+def test_an_overridden_assistant_drafts_on_from_the_text(target, assistants, who):
+    """Not from what its cache still holds of the draft that did not become text."""
+    batch = kit.ragged((3, 7, 12, 5))
+    text = kit.plain(target, batch, max_new_tokens=40)[:, 12:].tolist()
+    seen = []
+
+    class InTurns(kit.ScriptedDrafter):
+        def propose(self, rows, live, depth):
+            self.confidence = torch.tensor([1.1, 0.0, 1.1, 0.0]).roll(int(rows.length.sum()) % 3)
+            return super().propose(rows, live, depth)
+
+    class Recording(AssistantDrafter):
+        def propose(self, rows, live, depth):
+            texts = [rows.tokens[row, rows.padding[row] : rows.length[row]].tolist() for row in live.tolist()]
+            draft = super().propose(rows, live, depth)
+            seen.append((texts, draft))
+            return draft
+
+    mixed = MixedDrafter([InTurns(text), Recording(assistants[who])])
+    out = kit.speculate(target, batch, mixed, 100, 3, max_new_tokens=40)
+    assert out.tetris_stats.accepted.sum() > 20
+    for texts, draft in seen:
+        for index, prompt in enumerate(texts):
+            length = int(draft.lengths[index])
+            if length:
+                ids = torch.tensor([prompt])
+                one = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                alone = kit.plain(assistants[who], one, max_new_tokens=length)[0, len(prompt) :]
+                assert draft.tokens[index, :length].tolist() == alone.tolist()

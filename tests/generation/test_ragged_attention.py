@@ -78,6 +78,7 @@ def test_a_mask_is_no_tensor():
     uses = (
         lambda: mask.shape, lambda: mask[:, 0], lambda: mask + 1.0, lambda: torch.ones(1) + mask,
         lambda: torch.where(mask, 1.0, 0.0), lambda: mask.to(torch.float16), lambda: mask * 2,
+        lambda: 1.0 - mask, lambda: ~mask, lambda: bool(mask),
     )  # fmt: skip
     for use in uses:
         with pytest.raises(NotImplementedError, match="masks of its own"):

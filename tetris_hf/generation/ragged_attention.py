@@ -93,7 +93,12 @@ class RaggedMask:
     def _is_no_tensor(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("The model computes with masks of its own, which packed rows cannot serve.")
 
-    __torch_function__ = __add__ = __mul__ = __getitem__ = _is_no_tensor
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._is_no_tensor(None)  # type: ignore[arg-type]
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __invert__ = _is_no_tensor
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __len__ = __getitem__ = __setitem__ = _is_no_tensor
 
     def allowed(self, device: torch.device) -> torch.Tensor:
         """

@@ -29,8 +29,9 @@ class DraftSelector(ABC):
     ...     def __call__(self, draft, lengths, capacity):
     ...         return torch.minimum(lengths, (draft.prefix_scores() > 0.1).sum(1))
 
-    >>> model.generate(**batch, assistant_model=draft, tetris_capacity=64, tetris_selector=[Threshold(),
-    TetrisSelector()]) ```
+    >>> selectors = [Threshold(), TetrisSelector()]
+    >>> model.generate(**batch, assistant_model=draft, tetris_capacity=64, tetris_selector=selectors)
+    ```
     """
 
     @abstractmethod
