@@ -18,6 +18,7 @@ from .generation import (
     Verification,
     disable,
     enable,
+    release_graphs,
 )
 from .models import (
     LayerChoice,
@@ -57,4 +58,5 @@ __all__ = [
     "choose_layers",
     "disable",
     "enable",
+    "release_graphs",
 ]

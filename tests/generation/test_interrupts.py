@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import tetris_hf
 from tetris_hf import TetrisDecoding
-from tetris_hf.generation import ragged_attention
+from tetris_hf.generation import ragged_mask
 
 
 class Stop(Exception):
@@ -101,7 +101,7 @@ def test_control_c_inside_a_forward(models, batch, whose, n):
     assert_same_state(target_before, state_of(target))
     assert_same_state(assistant_before, state_of(assistant))
     with pytest.raises(LookupError):
-        ragged_attention._forward.get()
+        ragged_mask._forward.get()
     # The same object goes on to serve as if nothing had happened.
     assert torch.equal(target.generate(**batch, **settings), kit.plain(target, batch, max_new_tokens=12))
 

@@ -10,7 +10,8 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from tetris_hf.generation.packed_model import PackedModel, attention_configs, packed_attention
 from tetris_hf.generation.packing import Packing
-from tetris_hf.generation.ragged_attention import RaggedMask, packed_as, ragged_attention, ragged_mask
+from tetris_hf.generation.ragged_attention import ragged_attention
+from tetris_hf.generation.ragged_mask import RaggedMask, packed_as, ragged_mask
 
 
 COUNTS, FIRST, LENGTH = (3, 0, 1, 2), (4, 0, 9, 0), 12
@@ -46,7 +47,7 @@ def test_equals_a_loop_over_tokens(filler, softcap, with_sinks, rule):
     keys = torch.randn(1, KV_HEADS, len(COUNTS) * LENGTH, WIDTH, generator=generator)
     values = torch.randn(1, KV_HEADS, len(COUNTS) * LENGTH, V_WIDTH, generator=generator)
     sinks = torch.randn(HEADS, generator=generator) if with_sinks else None
-    with packed_as(packing) as forward:
+    with packed_as(packing, LENGTH) as forward:
         mask = ragged_mask(mask_function=rule, local_size=3)
         out, weights = ragged_attention(
             nn.Identity(), query, keys, values, mask, scaling=0.3, softcap=softcap, s_aux=sinks, sliding_window=3
@@ -64,7 +65,7 @@ def test_equals_a_loop_over_tokens(filler, softcap, with_sinks, rule):
 def test_what_it_would_have_to_ignore_is_refused():
     packing = Packing.fitting(torch.tensor([1]), torch.tensor([0]))
     states = torch.zeros(1, 1, 1, 4)
-    with packed_as(packing):
+    with packed_as(packing, 1):
         for more in ({"position_bias": torch.zeros(1)}, {"dropout": 0.1}, {"indices": [1]}):
             with pytest.raises(NotImplementedError, match="Identity asks its attention for"):
                 ragged_attention(nn.Identity(), states, states, states, None, **more)
@@ -74,7 +75,7 @@ def test_what_it_would_have_to_ignore_is_refused():
 
 
 def test_a_mask_is_no_tensor():
-    mask = RaggedMask(Packing.fitting(torch.tensor([1]), torch.tensor([0])), causal_mask_function)
+    mask = RaggedMask(Packing.fitting(torch.tensor([1]), torch.tensor([0])), 1, causal_mask_function)
     uses = (
         lambda: mask.shape, lambda: mask[:, 0], lambda: mask + 1.0, lambda: torch.ones(1) + mask,
         lambda: torch.where(mask, 1.0, 0.0), lambda: mask.to(torch.float16), lambda: mask * 2,

@@ -19,13 +19,13 @@ def test_write_and_commit_equal_lists():
         block = torch.randint(2, 64, (len(live), 5), generator=generator)
         counts = torch.randint(1, 6, (len(live),), generator=generator)
         rows.write(live, block, counts)
-        kept = torch.minimum(counts, rows.max_length - rows.length[live])
+        kept = torch.minimum(counts, rows.max_length[live] - rows.length[live])
         ends = torch.rand(len(live), generator=generator) < 0.2
         rows.commit(live, kept, ends)
         for index, row in enumerate(live.tolist()):
             texts[row] += block[index, : kept[index]].tolist()
             assert rows.tokens[row, : rows.length[row]].tolist() == texts[row]
-            assert bool(rows.finished[row]) == (bool(ends[index]) or len(texts[row]) == rows.max_length)
+            assert bool(rows.finished[row]) == (bool(ends[index]) or len(texts[row]) == rows.max_length[row])
     width = max(len(text) for text in texts)
     assert rows.sequences().tolist() == [text + [0] * (width - len(text)) for text in texts]
 

@@ -9,6 +9,7 @@ from .outputs import TetrisDecoderOnlyOutput
 from .prompt_lookup_drafter import PromptLookupDrafter
 from .selection import DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
 from .stats import TetrisStats
+from .step_cache import release_graphs
 from .streaming import RowStreamer, RowTextStreamer
 
 
@@ -31,4 +32,5 @@ __all__ = [
     "disable",
     "enable",
     "generate",
+    "release_graphs",
 ]

@@ -5,10 +5,13 @@ Knows its own model and cache. Does not know what the target thinks of its token
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from transformers import PreTrainedModel
 
 from .drafting import Draft, Drafter, Verification
+from .fingerprint import of_model
 from .model_support import check_model, check_vocabularies, rope_limit
 from .packed_model import PackedModel
 from .packing import Packing
@@ -31,6 +34,8 @@ class AssistantDrafter(Drafter):
         `ValueError`: If `temperature` is not positive.
     """
 
+    is_capturable = True
+
     def __init__(self, model: PreTrainedModel, temperature: float | None = None):
         if temperature is not None and not temperature > 0:
             raise ValueError(f"`temperature` must be positive, got {temperature}. For greedy drafts use a small one.")
@@ -42,6 +47,13 @@ class AssistantDrafter(Drafter):
     def models(self) -> list[PreTrainedModel]:
         return [self.model]
 
+    @property
+    def packed_models(self) -> list[PackedModel]:
+        return [self._packed] if self._packed is not None else []
+
+    def fingerprint(self) -> Hashable:
+        return type(self), id(self.model), of_model(self.model), self.temperature
+
     def check(self, target: PreTrainedModel) -> None:
         check_model(self.model, "assistant_model")
         check_vocabularies(target, self.model)
@@ -51,13 +63,17 @@ class AssistantDrafter(Drafter):
             getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
             rope_limit(self.model),
         )
-        self._context = min([rows.max_length, *(limit for limit in limits if limit is not None)])
-        self._packed = PackedModel(self.model, rows.num_rows, rows.prompt_width, self._context)
+        self._context = min([rows.width, *(limit for limit in limits if limit is not None)])
         self._processing = processing
         self._vocab_size = vocab_size
         self._num_embeddings = self.model.get_input_embeddings().weight.shape[0]
-        # Tokens of each row whose keys and values the cache holds. What is committed later than that is fed first.
-        self._cached = torch.zeros_like(rows.length)
+        if self._packed is None:
+            length = self._context if rows.fixed_shapes else rows.prompt_width
+            self._packed = PackedModel(self.model, rows.num_rows, length, self._context)
+            # Tokens of each row whose keys and values the cache holds. What is committed later is fed first.
+            self._cached = torch.zeros_like(rows.length)
+        self._cached.copy_(rows.text_length(rows.everyone).clamp(max=self._context))
+        self._forward(rows, rows.everyone, torch.zeros_like(self._cached), self._cached)
 
     def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
         """
@@ -67,54 +83,63 @@ class AssistantDrafter(Drafter):
         text_length = rows.text_length(live)
         # A row whose next draft would lie past this model's context drafts nothing and goes on.
         lengths = torch.minimum(rows.room(live), self._context + 1 - text_length).clamp(0, depth)  # (R,)
-        depth = int(lengths.max())
+        if not rows.fixed_shapes:
+            depth = int(lengths.max())
         tokens = live.new_zeros(len(live), depth)
         probabilities = torch.zeros(len(live), depth, device=live.device)
         expectations = torch.zeros_like(probabilities)
         q = torch.zeros(len(live), depth, self._vocab_size, device=live.device) if processing.do_sample else None
         for place in range(depth):
             if place == 0:
-                # Two tokens per row at least: if all drafts and the bonus token were accepted, the last draft is new
-                # to the cache. Two at most, after the first round: so the shape does not depend on what was accepted.
+                # If all drafts and the bonus token were accepted, the last draft is new to the cache as well. Two
+                # tokens in any case: so the shape does not depend on what was accepted.
                 first = torch.minimum(self._cached[live], text_length - 2).clamp(min=0)
                 counts = (text_length - first) * (lengths > 0)
             else:
                 first = text_length + place - 1
                 counts = (lengths > place).long()
-            logits = self._fit(self._forward(rows, live, first, counts))  # (R, V)
+            logits = self._fit(self._forward(rows, live, first, counts, most=2 if place == 0 else 1))  # (R, V)
             # A row that drafts no deeper is shown some prefix; its scores are not read.
-            scores = processing(logits, live, (rows.length[live] + place).clamp(max=rows.max_length))
+            scores = processing(logits, live, torch.minimum(rows.length[live] + place, rows.max_length[live]))
             distribution = (scores if self.temperature is None else scores / self.temperature).softmax(-1)
             if q is None:
-                drawn = distribution.argmax(-1)
+                probability, drawn = distribution.max(-1)
+                expectation = probability
             else:
                 q[:, place] = distribution
                 drawn = sample(distribution)
-            tokens[:, place] = drawn
-            probabilities[:, place] = distribution.gather(1, drawn[:, None])[:, 0]
-            expectations[:, place] = distribution.amax(-1)
-            rows.write(live, tokens, (lengths > place) * (place + 1))
+                probability, expectation = distribution.gather(1, drawn[:, None])[:, 0], distribution.amax(-1)
+            tokens[:, place], probabilities[:, place], expectations[:, place] = drawn, probability, expectation
+            rows.write(live, tokens[:, : place + 1], lengths.clamp(max=place + 1))
         self._cached[live] = torch.where(lengths > 0, text_length + lengths - 1, self._cached[live])
         return Draft(tokens, lengths, probabilities, expectations, q)
 
     def observe(self, rows: Rows, verification: Verification) -> None:
         """The cache holds drafts; from the first one that did not become text on, it holds something else."""
         live, num_accepted = verification.live, verification.num_accepted
+        if verification.draft.depth == 0:  # the prompts, or a step without drafts: nothing was fed
+            return
         before = rows.text_length(live) - 1 - num_accepted
         kept = before + torch.minimum(num_accepted, verification.lengths)
         self._cached[live] = torch.minimum(self._cached[live], kept)
 
-    def _forward(self, rows: Rows, live: torch.Tensor, first: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, rows: Rows, live: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, most: int | None = None
+    ) -> torch.Tensor:
         """
         Feed `counts[i]` tokens of row `live[i]` from position `first[i]` on; logits at the last of each. `(R, V)`.
+        With fixed shapes, room for `most` tokens of every row.
         """
         all_counts = torch.zeros_like(rows.length).index_copy_(0, live, counts)
         all_first = torch.zeros_like(rows.length).index_copy_(0, live, first)
-        packing = Packing.fitting(all_counts, all_first)
+        assert self._packed is not None, "`begin` comes first"
+        if rows.fixed_shapes and most is not None:
+            packing = Packing.of(all_counts, all_first, most * rows.num_rows, most, self._context)
+        else:
+            packing = Packing.fitting(all_counts, all_first)
         # The target may say what this model has no embedding for; it then reads another token, and drafts the worse.
         tokens = rows.read(packing.rows.clamp(min=0), packing.positions).clamp(max=self._num_embeddings - 1)
-        assert self._packed is not None, "`begin` comes first"
-        return self._packed.forward(tokens, packing, keep=packing.last[live]).logits
+        return self._packed.forward(tokens, packing, keep=packing.last[live], recurring=most is not None).logits
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """Bring the logits to the target's width: padded vocabularies of one tokenizer may differ. `(R, V)`."""
@@ -125,7 +150,3 @@ class AssistantDrafter(Drafter):
 
     def end(self) -> None:
         self._packed = None
-
-    @property
-    def num_forwards(self) -> int:
-        return self._packed.num_forwards if self._packed is not None else 0

@@ -15,6 +15,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .assistant_drafter import AssistantDrafter
+from .cuda_graph import on_one_gpu
 from .drafting import Drafter
 from .mixed_drafter import MixedDrafter
 from .model_support import check_length, check_model
@@ -25,6 +26,7 @@ from .rows import Rows
 from .selection import DraftSelector, DraftSelectorList
 from .speculation import Speculation
 from .stats import TetrisStats
+from .step_cache import prepared
 from .stopping import RowStopping
 from .streaming import RowStreamer, as_row_streamer
 from .validation import check_capacity, check_depth, check_positions, check_request, padding_of
@@ -117,18 +119,28 @@ class TetrisDecoding:
         check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
         check_length(model, generation_config.max_length - int(padding.min()))
 
-        rows = Rows(input_ids, padding, generation_config.max_length, pad_token_id if pad_token_id is not None else 0)
-        depth = self._depth(rows.num_rows, check_depth(num_assistant_tokens), generation_config)
+        depth = self._depth(len(input_ids), check_depth(num_assistant_tokens), generation_config)
+        models = [model, *(self.drafter.models if self.drafter is not None else [])]
+        fixed = not generation_config.disable_compile and on_one_gpu(input_ids.device, *models)
+        max_length = generation_config.max_length
+        rows = Rows(
+            input_ids,
+            padding,
+            max_length,
+            pad_token_id if pad_token_id is not None else 0,
+            width=-(-max_length // 128) * 128 if fixed else max_length,  # few widths, so that captured steps serve
+            fixed_shapes=fixed,
+        )
         recorder = OutputRecorder(generation_config, rows)
         target = PackedModel(
             model,
             num_rows=rows.num_rows,
-            length=rows.prompt_width + depth + 1,
-            max_length=rows.max_length,
+            length=rows.width if fixed else rows.prompt_width + depth + 1,
+            max_length=rows.width,
             keep_hidden_states=self.drafter is not None and self.drafter.needs_hidden_states,
             keep_all_hidden_states=recorder.wants_hidden_states,
         )
-        speculation = Speculation(
+        fresh = Speculation(
             target=target,
             drafter=self.drafter,
             rows=rows,
@@ -141,13 +153,11 @@ class TetrisDecoding:
             recorder=recorder,
             streamer=as_row_streamer(self.streamer, input_ids) if self.streamer is not None else None,
         )
-        try:
-            with packed_attention(model, *(self.drafter.models if self.drafter is not None else [])):
-                speculation.run()
-        finally:
-            if self.drafter is not None:
-                self.drafter.end()
-        return recorder.finish(speculation.stats) if generation_config.return_dict_in_generate else rows.sequences()
+        with packed_attention(*models), prepared(fresh, generation_config.compile_config) as speculation:
+            speculation.restart(fresh, input_ids, padding, max_length)
+            speculation.run()
+            stats = speculation.stats.clone()
+        return recorder.finish(stats) if generation_config.return_dict_in_generate else speculation.rows.sequences()
 
     def _depth(self, num_rows: int, call: int | None, generation_config: GenerationConfig) -> int:
         """K: the call's, this object's, the assistant's, else a little deeper than an even share of the budget."""

@@ -6,11 +6,13 @@ Knows what a proposal consists of. Does not know how any particular drafter come
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
+from .packed_model import PackedModel
 from .processing import LogitsProcessing
 from .rows import Rows
 
@@ -103,9 +105,18 @@ class Drafter(ABC):
 
     A drafter lives through any number of calls of `generate`; what belongs to one call is made in [`~Drafter.begin`]
     and dropped in [`~Drafter.end`]. The text is exact whatever a drafter proposes; only the speed depends on it.
+
+    Attributes:
+        needs_hidden_states (`bool`): Whether [`Verification`] is to hold the target's hidden states.
+        is_capturable (`bool`):
+            Whether `propose` and `observe` may be captured in a CUDA graph with the rest of a step: if
+            `rows.fixed_shapes`, they never wait for the device, make no shape depend on values, propose `depth` deep
+            and keep what they know from step to step in the same tensors, changed in place. `begin` may then be called
+            again without an `end`, for a new batch in the same `rows`.
     """
 
     needs_hidden_states: bool = False
+    is_capturable: bool = False
 
     @property
     def models(self) -> list[PreTrainedModel]:
@@ -113,9 +124,13 @@ class Drafter(ABC):
         return []
 
     @property
-    def num_forwards(self) -> int:
-        """Forwards of a draft model in this call."""
-        return 0
+    def packed_models(self) -> list[PackedModel]:
+        """Those models with their caches, between `begin` and `end`."""
+        return []
+
+    def fingerprint(self) -> Hashable:
+        """What a captured step depends on: another drafter of the same fingerprint may take this one's place."""
+        return id(self)
 
     def check(self, target: PreTrainedModel) -> None:  # noqa: B027
         """

@@ -5,7 +5,7 @@ Knows proposals and what they promise. Does not know how any of them comes about
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.functional import one_hot, pad
 from transformers import PreTrainedModel
 
 from .drafting import Draft, Drafter, Verification
+from .packed_model import PackedModel
 from .processing import LogitsProcessing
 from .rows import Rows
 
@@ -48,8 +49,15 @@ class MixedDrafter(Drafter):
         return [model for drafter in self.drafters for model in drafter.models]
 
     @property
-    def num_forwards(self) -> int:
-        return sum(drafter.num_forwards for drafter in self.drafters)
+    def is_capturable(self) -> bool:  # type: ignore[override]
+        return all(drafter.is_capturable for drafter in self.drafters)
+
+    @property
+    def packed_models(self) -> list[PackedModel]:
+        return [packed for drafter in self.drafters for packed in drafter.packed_models]
+
+    def fingerprint(self) -> Hashable:
+        return tuple(drafter.fingerprint() for drafter in self.drafters)
 
     def check(self, target: PreTrainedModel) -> None:
         for drafter in self.drafters:

@@ -49,22 +49,23 @@ class OutputRecorder:
         self._logits: list[torch.Tensor] | None = [] if wanted and generation_config.output_logits else None
         self.wants_hidden_states = wanted and bool(generation_config.output_hidden_states)
         self._hidden_states: list[list[torch.Tensor]] = []  # layers, then columns
+        self.wants_any = self._scores is not None or self._logits is not None or self.wants_hidden_states
 
     def record(
-        self, rows: Rows, verification: Verification, kept: torch.Tensor, output: PackedOutput, scores: torch.Tensor
+        self, verification: Verification, kept: torch.Tensor, output: PackedOutput, scores: torch.Tensor
     ) -> None:
         """
         Keep what gave the tokens that are about to be committed.
 
         Args:
-            rows (`Rows`): The batch, before the commit.
             verification ([`Verification`]): Where each row's distributions start in the packed order.
             kept (`torch.LongTensor` of shape `(R,)`): Tokens about to be committed.
             output ([`PackedOutput`]): The target's forward.
             scores (`torch.FloatTensor` of shape `(T, V)`): Its processed scores.
         """
-        if self._scores is None and self._logits is None and not self.wants_hidden_states:
+        if not self.wants_any:
             return
+        rows = self.rows
         places = torch.arange(int(kept.max()), device=kept.device)
         chosen = places < kept[:, None]  # (R, J)
         row = verification.live[:, None].expand_as(chosen)[chosen]  # (n,)
@@ -80,8 +81,9 @@ class OutputRecorder:
     def _place(
         self, columns: list[torch.Tensor], row: torch.Tensor, column: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Put `values[n]`, one per token, into row `row[n]` of column `column[n]`; columns appear as they are "
-        "reached."""
+        """
+        Put `values[n]`, one per token, into row `row[n]` of column `column[n]`; columns appear as they are reached.
+        """
         while len(columns) <= int(column.max()):
             columns.append(values.new_zeros(self.rows.num_rows, *values.shape[1:]))
         for reached in column.unique().tolist():
@@ -98,9 +100,7 @@ class OutputRecorder:
             packing, width = output.packing, self.rows.prompt_width
             place = self.rows.padding[packing.rows] + packing.positions
             for states in layers:
-                prompt = states.new_zeros(
-                    self.rows.num_rows, width, states.shape[-1]
-                )  # (N, prompt_width, hidden_size)
+                prompt = states.new_zeros(self.rows.num_rows, width, states.shape[-1])  # (N, width, hidden_size)
                 prompt[packing.rows.to(states.device), place.to(states.device)] = states
                 self._hidden_states.append([prompt])
             return

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from transformers.utils import logging
 
+from .compiled_layers import compiled_layers
+from .cuda_graph import CannotCapture, CudaGraph
 from .packing import Packing
-from .ragged_attention import ATTENTION_NAME, PackedForward, packed_as
+from .ragged_attention import ragged_attention
 from .ragged_cache import RaggedCache
+from .ragged_mask import PackedForward, packed_as, ragged_mask
 
+
+logger = logging.get_logger(__name__)
+
+# The name that a model's config carries during a call. It is this module's own, so that an installed package and a
+# copy of this folder loaded from the Hub can serve side by side in one process.
+ATTENTION_NAME = f"tetris_ragged:{__name__}"
+
+AttentionInterface.register(ATTENTION_NAME, ragged_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, ragged_mask)
 
 # Newest first. The argument was renamed within the 5.2x line.
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
@@ -87,6 +100,11 @@ class PackedModel:
         max_length (`int`): Tokens per row at most.
         keep_hidden_states (`bool`, *optional*, defaults to `False`): Whether outputs hold `hidden_states`.
         keep_all_hidden_states (`bool`, *optional*, defaults to `False`): Whether outputs hold `all_hidden_states`.
+
+    Attributes:
+        compiles (`bool`): Whether forwards of recurring shape run the model's layers compiled.
+        captures (`bool`): Whether each forward of recurring shape is captured in a CUDA graph of its own.
+        compile_config (`CompileConfig`, *optional*): How to compile.
     """
 
     def __init__(
@@ -104,11 +122,17 @@ class PackedModel:
         self.cache = RaggedCache(num_rows, length, max_length)
         self.num_forwards = 0
         self.num_tokens = 0
+        self.compiles = self.captures = False
+        self.compile_config: Any = None
+        self._graphs: dict[tuple[int, bool], CudaGraph[PackedOutput]] = {}
+        self._checked = self._needs_allowed = False
         self._cache_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._device = model.get_input_embeddings().weight.device
 
-    def forward(self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None = None) -> PackedOutput:
+    def forward(
+        self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None = None, recurring: bool = False
+    ) -> PackedOutput:
         """
         One forward of the model over packed tokens; their keys and values go into the cache.
 
@@ -117,10 +141,30 @@ class PackedModel:
             packing (`Packing`): Their rows and positions.
             keep (`torch.LongTensor` of shape `(M,)`, *optional*):
                 Packed indices whose logits are wanted; by default all.
+            recurring (`bool`, *optional*, defaults to `False`):
+                Whether these shapes come again in every step, which makes them worth preparing for.
 
         Returns:
-            [`PackedOutput`]: Its logits on the device of `input_ids`.
+            [`PackedOutput`]: Its logits on the device of `input_ids`. If `captures`, its tensors last until the next
+            forward of this shape.
         """
+        self.num_forwards += 1
+        self.num_tokens += packing.num_tokens
+        if not recurring:
+            return self._forward(input_ids, packing, keep)
+        if self.captures:
+            try:
+                return self._replay(input_ids, packing, keep)
+            except CannotCapture as error:
+                self.compiles = self.captures = False
+                logger.warning(f"Forwards of {type(self.model).__name__} run without a CUDA graph: {error}")
+        return self._recurring(input_ids, packing, keep)
+
+    def _recurring(self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None) -> PackedOutput:
+        with compiled_layers(self.model, compile_config=self.compile_config) if self.compiles else nullcontext():
+            return self._forward(input_ids, packing, keep)
+
+    def _forward(self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None) -> PackedOutput:
         self.cache.reserve(packing.max_length)
         self.cache.slots = self.cache.slots_of(packing.rows, packing.positions)
         model_kwargs: dict[str, Any] = {
@@ -135,17 +179,17 @@ class PackedModel:
             model_kwargs["logits_to_keep"] = keep.to(self._device)
         if self.keep_all_hidden_states:
             model_kwargs["output_hidden_states"] = True
-        with packed_as(packing) as forward, self._last_hidden_states() as hidden_states:
+        packed = packed_as(packing, self.cache.length, self._needs_allowed)
+        with packed as forward, self._last_hidden_states() as hidden_states:
             outputs = self.model(**model_kwargs)
             logits = outputs.logits[0]
-        if self.num_forwards == 0:
+        if not self._checked:
             self._check(forward)
+            self._checked, self._needs_allowed = True, forward.needs_allowed
         hidden = hidden_states[-1][0] if hidden_states else None
         if keep is not None and not self._keeps_logits:
             logits = logits[keep.to(logits.device)]
             hidden = hidden[keep.to(hidden.device)] if hidden is not None else None
-        self.num_forwards += 1
-        self.num_tokens += packing.num_tokens
         return PackedOutput(
             packing=packing,
             logits=logits.to(device=input_ids.device, dtype=torch.float32),  # (M, V)
@@ -154,6 +198,21 @@ class PackedModel:
             if self.keep_all_hidden_states
             else None,
         )
+
+    def _replay(self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None) -> PackedOutput:
+        """The forward as a CUDA graph, captured when its shape first comes."""
+        given = [input_ids, packing.counts, packing.lengths - packing.counts, *([] if keep is None else [keep])]
+
+        def captured(
+            input_ids: torch.Tensor, counts: torch.Tensor, first: torch.Tensor, keep: torch.Tensor | None = None
+        ) -> PackedOutput:
+            own = Packing.of(counts, first, packing.num_tokens, packing.max_count, packing.max_length)
+            return self._recurring(input_ids, own, keep)
+
+        shape = (packing.num_tokens, keep is None)
+        if shape not in self._graphs:
+            self._graphs[shape] = CudaGraph(captured, *given)
+        return self._graphs[shape](*given)
 
     def _check(self, forward: PackedForward) -> None:
         """

@@ -21,6 +21,7 @@ class Packing:
 
     Attributes:
         counts (`torch.LongTensor` of shape `(N,)`): Tokens of each row; 0 for a row that takes no part.
+        lengths (`torch.LongTensor` of shape `(N,)`): Each row's last position + 1; 0 for a row that takes no part.
         starts (`torch.LongTensor` of shape `(N,)`): Index of each row's first token in the packed sequence.
         rows (`torch.LongTensor` of shape `(T,)`): Row of each packed token.
         offsets (`torch.LongTensor` of shape `(T,)`): Index of each token within its row's share.
@@ -30,6 +31,7 @@ class Packing:
     """
 
     counts: torch.Tensor
+    lengths: torch.Tensor
     starts: torch.Tensor
     rows: torch.Tensor
     offsets: torch.Tensor
@@ -63,6 +65,7 @@ class Packing:
         positions = first_positions[row] + offsets
         return cls(
             counts=counts,
+            lengths=(first_positions + counts) * (counts > 0),
             starts=starts,
             rows=row.masked_fill(filler, -1),
             offsets=offsets.masked_fill(filler, 0),

@@ -5,6 +5,8 @@ Knows transformers' processors and what each of them looks at. Does not know dra
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import (
@@ -13,6 +15,7 @@ from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
 )
 
+from .fingerprint import of_object
 from .rows import Rows
 
 
@@ -74,6 +77,11 @@ class LogitsProcessing:
         """Whether some processor looks at more than the scores."""
         return any(type(processor) not in HISTORY_FREE for processor in self.processors)
 
+    def fingerprint(self) -> Hashable:
+        """Equal for lists that do the same; `None` if it cannot be told, or depends on more than the scores."""
+        known = [of_object(processor) for processor in self.processors]
+        return None if self.needs_history or any(isinstance(one, int) for one in known) else (*known, self.do_sample)
+
     def for_drafts(self) -> LogitsProcessing:
         """
         The part worth its price on drafts. Any q is exact, so a processor that would have to be shown the whole batch
@@ -86,7 +94,7 @@ class LogitsProcessing:
         """
         Args:
             logits (`torch.FloatTensor` of shape `(M, V)`): Raw logits.
-            rows (`torch.LongTensor` of shape `(M,)`): Row of each position.
+            rows (`torch.LongTensor` of shape `(M,)`): Row of each position; -1 for filler, which gets any scores.
             columns (`torch.LongTensor` of shape `(M,)`):
                 Width of the prefix that each position continues. Tokens up to there must be written in `self.rows`.
 
@@ -104,9 +112,11 @@ class LogitsProcessing:
     def _by_width(
         self, processor: LogitsProcessor, scores: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        processed = torch.empty_like(scores)
+        processed = scores.clone()
         for width in columns.unique().tolist():
-            chosen = (columns == width).nonzero()[:, 0]  # (m,)
+            chosen = ((columns == width) & (rows >= 0)).nonzero()[:, 0]  # (m,)
+            if len(chosen) == 0:  # filler
+                continue
             if _is_row_wise(processor):
                 of_rows = _numbered(processor, rows[chosen].tolist())
                 processed[chosen] = of_rows(self.rows.prefix(width, rows[chosen]), scores[chosen].clone())
@@ -114,13 +124,5 @@ class LogitsProcessing:
                 # It may look at other rows or at row numbers: show the batch whole, in order, others as if finished.
                 everyone = scores.new_zeros(self.rows.num_rows, scores.shape[1])  # (N, V)
                 everyone[rows[chosen]] = scores[chosen]
-                processed[chosen] = processor(self._whole_prefix(width, rows[chosen]), everyone)[rows[chosen]]
+                processed[chosen] = processor(self.rows.shown(width, rows[chosen]), everyone)[rows[chosen]]
         return processed
-
-    def _whole_prefix(self, width: int, chosen: torch.Tensor) -> torch.Tensor:
-        """
-        All rows' prefixes; a row that is not `chosen` shows what it has committed and padding after it. `(N, width)`.
-        """
-        beyond = torch.arange(width, device=chosen.device) >= self.rows.length[:, None]
-        beyond[chosen] = False
-        return self.rows.prefix(width).masked_fill(beyond, self.rows.pad_token_id)

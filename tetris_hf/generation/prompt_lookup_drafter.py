@@ -5,6 +5,8 @@ Knows tokens and how often copies of a kind stood. Needs no model.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from transformers import PreTrainedModel
 
@@ -29,6 +31,8 @@ class PromptLookupDrafter(Drafter):
         `ValueError`: If `max_matching_ngram_size` is under 1.
     """
 
+    is_capturable = True
+
     def __init__(self, max_matching_ngram_size: int = 3):
         if max_matching_ngram_size < 1:
             raise ValueError(f"`max_matching_ngram_size` must be at least 1, got {max_matching_ngram_size}.")
@@ -37,6 +41,9 @@ class PromptLookupDrafter(Drafter):
         self._stood = torch.zeros(max_matching_ngram_size + 1, 0)
         self._match = torch.zeros(0, dtype=torch.long)
 
+    def fingerprint(self) -> Hashable:
+        return type(self), self.max_matching_ngram_size
+
     def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:
         self._vocab_size = vocab_size
         self._tried, self._stood = (counts.to(rows.length.device) for counts in (self._tried, self._stood))
@@ -44,7 +51,7 @@ class PromptLookupDrafter(Drafter):
     def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
         """See [`Drafter.propose`]. No forward of any model."""
         length, padding = rows.length[live], rows.padding[live]
-        width = int(length.max())
+        width = rows.width if rows.fixed_shapes else int(length.max())
         tokens, columns = rows.prefix(width, live), torch.arange(width, device=live.device)  # (R, width)
         # matched[i, c]: of the tokens that end at column c, how many in a row equal those at the row's end.
         matched = torch.zeros_like(tokens)

@@ -46,11 +46,11 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots = self.cache.slots.to(key_states.device)
-        views = []
-        for stored, states in ((self.keys, key_states), (self.values, value_states)):
-            stored.index_copy_(0, slots, states[0].transpose(0, 1).to(stored.dtype))
-            views.append(stored[:-1].transpose(0, 1).unsqueeze(0))  # (1, heads, N * L, width)
-        return views[0], views[1]
+        # A compiler would turn the writes into copies of the whole cache, unless it cannot look into them.
+        write = write_operation if torch.compiler.is_compiling() else _write
+        write(self.keys, self.values, slots, key_states, value_states)
+        keys, values = (stored[:-1].transpose(0, 1).unsqueeze(0) for stored in (self.keys, self.values))
+        return keys, values  # (1, heads, N * L, width)
 
     def grow(self, num_rows: int, old_length: int, new_length: int) -> None:
         """Copy `num_rows` rows of `old_length` slots into rows of `new_length` slots."""
@@ -77,6 +77,27 @@ class RaggedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.is_initialized = False
+
+
+def _write(
+    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+) -> None:
+    """
+    Args:
+        keys (`torch.Tensor` of shape `(N * L + 1, heads, width)`): What is kept, written to.
+        values (`torch.Tensor` of shape `(N * L + 1, heads, v_width)`): What is kept, written to.
+        slots (`torch.LongTensor` of shape `(T,)`): Where to.
+        key_states (`torch.Tensor` of shape `(1, heads, T, width)`): New keys.
+        value_states (`torch.Tensor` of shape `(1, heads, T, v_width)`): New values.
+    """
+    for stored, states in ((keys, key_states), (values, value_states)):
+        stored.index_copy_(0, slots, states[0].transpose(0, 1).to(stored.dtype))
+
+
+write_operation = torch.library.custom_op(
+    f"{__name__.replace('.', '_')}::write", _write, mutates_args=("keys", "values")
+)
+write_operation.register_fake(lambda keys, values, slots, key_states, value_states: None)
 
 
 class RaggedCache(Cache):

@@ -70,9 +70,8 @@ def rejection_sample(
     num_rows, depth = tokens.shape
     places = torch.arange(depth, device=tokens.device)
     verified = places < lengths[:, None]  # (R, K)
-    index = (starts[:, None] + places).clamp(
-        max=p.shape[0] - 1
-    )  # (R, K) packed index of the distribution at each place
+    # Packed index of the distribution at each place, (R, K).
+    index = (starts[:, None] + places).clamp(max=p.shape[0] - 1)
     if p.dim() == 1:
         accepts = p[index] == tokens  # (R, K)
     else:

@@ -18,30 +18,61 @@ class Rows:
         padding (`torch.LongTensor` of shape `(N,)`): Padding columns at the left of each row.
         max_length (`int`): Columns at which a row ends, prompt and padding included.
         pad_token_id (`int`): What fills a row after its end.
+        width (`int`, *optional*): Columns to make room for, by default `max_length`.
+        fixed_shapes (`bool`, *optional*, defaults to `False`):
+            Whether no tensor of a step may have a shape that depends on values, so that the step can be captured in a
+            CUDA graph. All rows then take part in every step, the finished ones with no tokens.
     """
 
-    def __init__(self, input_ids: torch.Tensor, padding: torch.Tensor, max_length: int, pad_token_id: int):
-        num_rows, self.prompt_width = input_ids.shape
-        self.max_length = max_length
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        padding: torch.Tensor,
+        max_length: int,
+        pad_token_id: int,
+        width: int | None = None,
+        fixed_shapes: bool = False,
+    ):
+        self.width = max_length if width is None else width
         self.pad_token_id = pad_token_id
-        self.padding = padding
+        self.fixed_shapes = fixed_shapes
+        self.padding = torch.empty_like(padding)
         # One column more than a row can fill: it takes what must not be kept.
-        self.tokens = input_ids.new_full((num_rows, max_length + 1), pad_token_id)  # (N, max_length + 1)
+        self.tokens = input_ids.new_empty((len(input_ids), self.width + 1))  # (N, width + 1)
+        self.length, self.max_length = torch.empty_like(padding), torch.empty_like(padding)
+        self.finished = torch.empty_like(padding, dtype=torch.bool)
+        self.everyone = torch.arange(len(input_ids), device=padding.device)
+        self.restart(input_ids, padding, max_length)
+
+    def restart(self, input_ids: torch.Tensor, padding: torch.Tensor, max_length: int) -> None:
+        """
+        Begin a new batch of as many rows in the same tensors, which a captured step has at their addresses.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(N, prompt_width)`): Left-padded prompts.
+            padding (`torch.LongTensor` of shape `(N,)`): Padding columns at the left of each row.
+            max_length (`int`): Columns at which a row ends, at most `width`.
+        """
+        self.prompt_width = input_ids.shape[1]
+        self.tokens.fill_(self.pad_token_id)
         self.tokens[:, : self.prompt_width] = input_ids
-        self.length = torch.full_like(padding, self.prompt_width)
-        self.finished = torch.zeros_like(padding, dtype=torch.bool)
+        self.padding.copy_(padding)
+        self.length.fill_(self.prompt_width)
+        self.max_length.fill_(max_length)
+        self.finished.zero_()
 
     @property
     def num_rows(self) -> int:
         return self.tokens.shape[0]
 
     def live(self) -> torch.Tensor:
-        """Rows that are not finished, shape `(R,)`."""
-        return (~self.finished).nonzero()[:, 0]
+        """Rows that take part in the next step: those that are not finished, or all, if shapes are fixed. `(R,)`."""
+        return self.everyone if self.fixed_shapes else (~self.finished).nonzero()[:, 0]
 
     def room(self, rows: torch.Tensor) -> torch.Tensor:
         """Draft tokens that may still be accepted, leaving one column for the bonus token. Shape `(R,)`."""
-        return (self.max_length - 1 - self.length[rows]).clamp(min=0)
+        room = self.max_length[rows] - 1 - self.length[rows]
+        return room.clamp(min=0).masked_fill(self.finished[rows], 0)
 
     def text_length(self, rows: torch.Tensor) -> torch.Tensor:
         """Committed tokens of each row without padding, shape `(R,)`."""
@@ -55,7 +86,7 @@ class Rows:
             rows (`torch.LongTensor`): Rows.
             positions (`torch.LongTensor` of the same shape): Positions from 0.
         """
-        return self.tokens[rows, (self.padding[rows] + positions).clamp(0, self.max_length)]
+        return self.tokens[rows, (self.padding[rows] + positions).clamp(0, self.width)]
 
     def write(self, rows: torch.Tensor, block: torch.Tensor, counts: torch.Tensor) -> None:
         """
@@ -68,8 +99,8 @@ class Rows:
         """
         offsets = torch.arange(block.shape[1], device=block.device)
         columns = self.length[rows, None] + offsets  # (R, J)
-        kept = (offsets < counts[:, None]) & (columns < self.max_length)
-        self.tokens[rows[:, None], columns.where(kept, self.max_length)] = block
+        kept = (offsets < counts[:, None]) & (columns < self.max_length[rows, None])
+        self.tokens[rows[:, None], columns.where(kept, self.width)] = block
 
     def commit(self, rows: torch.Tensor, counts: torch.Tensor, finished: torch.Tensor) -> None:
         """
@@ -82,7 +113,16 @@ class Rows:
                 Rows that end with them, besides those that reach `max_length`.
         """
         self.length[rows] += counts
-        self.finished[rows] = finished | (self.length[rows] >= self.max_length)
+        self.finished[rows] |= finished | (self.length[rows] >= self.max_length[rows])
+
+    def shown(self, columns: int, rows: torch.Tensor) -> torch.Tensor:
+        """
+        All rows' first `columns` columns for someone who may look at other rows too: those of `rows` with what is
+        written, committed or not, the others as if they had ended. Shape `(N, columns)`.
+        """
+        beyond = torch.arange(columns, device=rows.device) >= self.length[:, None]  # (N, columns)
+        beyond[rows] = False
+        return self.prefix(columns).masked_fill(beyond, self.pad_token_id)
 
     def prefix(self, columns: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The first `columns` columns, padding included, as plain `generate` shows them. Shape `(R, columns)`."""

@@ -22,6 +22,12 @@ class DraftSelector(ABC):
     """
     Shortens the rows of a draft, in the manner of a `LogitsProcessor`: small, callable, composable in a list.
 
+    Attributes:
+        is_capturable (`bool`):
+            Whether calls and `observe` may be captured in a CUDA graph: they never wait for the device, make no shape
+            depend on values and keep what they learn in the same tensors, changed in place. Rows that have ended then
+            come along with a length of 0.
+
     Examples:
 
     ```python
@@ -33,6 +39,8 @@ class DraftSelector(ABC):
     >>> model.generate(**batch, assistant_model=draft, tetris_capacity=64, tetris_selector=selectors)
     ```
     """
+
+    is_capturable: bool = False
 
     @abstractmethod
     def __call__(self, draft: Draft, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -101,6 +109,8 @@ class TetrisSelector(DraftSelector):
         `ValueError`: If `score` is neither of the two.
     """
 
+    is_capturable = True
+
     def __init__(self, score: str = "predictable"):
         if score not in ("predictable", "paper"):
             raise ValueError(f'`score` must be "predictable" or "paper", got {score!r}.')
@@ -129,6 +139,8 @@ class FixedWindowSelector(DraftSelector):
     Raises:
         `ValueError`: If `window` is negative.
     """
+
+    is_capturable = True
 
     def __init__(self, window: int | None = None):
         if window is not None and window < 0:

@@ -6,10 +6,13 @@ Reads from top to bottom: prefill, then propose, select, verify, commit until ev
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from .cuda_graph import CudaGraph, LateFlag
 from .drafting import Draft, Drafter, Verification
+from .fingerprint import of_object
 from .outputs import OutputRecorder
 from .packed_model import PackedModel, PackedOutput
 from .packing import Packing
@@ -39,6 +42,10 @@ class Speculation:
         stats (`TetrisStats`): Counted as it goes.
         recorder (`OutputRecorder`): Keeps what the user wants besides tokens.
         streamer ([`RowStreamer`], *optional*): Receives tokens as they are committed.
+        compiles (`bool`): Whether layers run compiled in the steps.
+        captures_forwards (`bool`): Whether each forward of a step is captured in a CUDA graph of its own.
+        compile_config (`CompileConfig`, *optional*): How layers are compiled.
+        graph (`CudaGraph`, *optional*): A whole step of all rows, captured ([`capture`]).
     """
 
     target: PackedModel
@@ -52,6 +59,10 @@ class Speculation:
     stats: TetrisStats
     recorder: OutputRecorder
     streamer: RowStreamer | None = None
+    compiles: bool = False
+    captures_forwards: bool = False
+    compile_config: Any = None
+    graph: CudaGraph[None] | None = None
 
     def __post_init__(self) -> None:
         if self.capacity == 0:
@@ -59,32 +70,25 @@ class Speculation:
 
     def run(self) -> None:
         """Generate until every row has ended."""
-        rows, stats = self.rows, self.stats
-        with stats.timed("prefill"):
-            self._prefill()
-        live = rows.live()  # (R,)
-        while len(live):
-            with stats.timed("propose"):
-                draft = self._propose(live)  # tokens (R, K)
-            with stats.timed("select"):
-                lengths = self.selectors(draft, self.capacity)  # (R,)
-            with stats.timed("verify"):
-                output, scores, starts = self._verify(live, lengths)  # (R + C, V)
-            with stats.timed("commit"):
-                accepted = rejection_sample(self._distributions(scores), draft.q, draft.tokens, lengths, starts)
-                verification = Verification(live, draft, lengths, accepted.counts - 1, output.hidden_states, starts)
-                kept = self._commit(accepted, verification, output, scores)
-                stats.count(live, draft.lengths, lengths, verification.num_accepted, kept)
-                self.selectors.observe(verification)
-                live = rows.live()
-        stats.target_forwards, stats.target_tokens = self.target.num_forwards, self.target.num_tokens
-        stats.draft_forwards = self.drafter.num_forwards if self.drafter is not None else 0
-        if self.streamer is not None:
-            self.streamer.end()
+        with self.stats.timed("prefill"):
+            self._stream(self.rows.everyone, self.prefill())
+        if self.graph is not None:
+            with self.stats.timed("replay"):
+                self._replay(self.graph)
+        else:
+            while not self.rows.finished.all():
+                live = self.rows.live()
+                self._stream(live, self.step(live))
+        self._finish()
 
-    def _prefill(self) -> None:
-        """One forward over all prompts, packed; each row's first token comes from the logits of its last one."""
-        live = self.rows.live()
+    def prefill(self) -> torch.Tensor:
+        """
+        One forward over all prompts, packed; each row's first token comes from the logits of its last one.
+
+        Returns:
+            `torch.LongTensor` of shape `(N,)`: Tokens committed in each row.
+        """
+        live = self.rows.everyone
         lengths = self.rows.text_length(live)
         packing = Packing.fitting(lengths, torch.zeros_like(lengths))
         tokens = self.rows.read(packing.rows, packing.positions)
@@ -96,12 +100,124 @@ class Speculation:
         first = Accepted(tokens=(p if p.dim() == 1 else sample(p))[:, None], counts=torch.ones_like(live))
         none = torch.zeros_like(live)
         seen = Verification(live, Draft.empty(live), none, none, output.hidden_states, starts=live)
-        self._commit(first, seen, output, scores)
+        kept = self._commit(first, seen, output, scores)
+        for packed in self._packed_models():
+            packed.compiles, packed.captures = self.compiles, self.captures_forwards
+            packed.compile_config = self.compile_config
+        return kept
+
+    def step(self, live: torch.Tensor) -> torch.Tensor:
+        """
+        Advance every live row by one token at least.
+
+        Args:
+            live (`torch.LongTensor` of shape `(R,)`): `rows.live()`.
+
+        Returns:
+            `torch.LongTensor` of shape `(R,)`: Tokens committed in each of them.
+        """
+        stats = self.stats
+        with stats.timed("propose"):
+            draft = self._propose(live)  # tokens (R, K)
+        with stats.timed("select"):
+            lengths = self.selectors(draft, self.capacity)  # (R,)
+        with stats.timed("verify"):
+            output, scores, starts = self._verify(live, lengths)  # (T, V)
+        with stats.timed("commit"):
+            accepted = rejection_sample(self._distributions(scores), draft.q, draft.tokens, lengths, starts)
+            verification = Verification(live, draft, lengths, accepted.counts - 1, output.hidden_states, starts)
+            kept = self._commit(accepted, verification, output, scores)
+            stats.count(live, draft.lengths, lengths, verification.num_accepted, kept)
+            self.selectors.observe(verification)
+        return kept
+
+    def capture(self) -> None:
+        """
+        Capture a step of all rows in a CUDA graph, which [`run`] then replays.
+
+        Runs on a batch of its own, of prompts of one token, all of them ended: so the capture leaves no trace but the
+        memory that every later call finds again.
+
+        Raises:
+            [`CannotCapture`]: If some part of a step waits for the device.
+        """
+        rows, none = self.rows, torch.zeros_like(self.rows.padding)
+        rows.restart(rows.tokens.new_full((rows.num_rows, 1), rows.pad_token_id), none, rows.width)
+        self.prefill()
+        rows.finished.fill_(True)
+        self._ended = LateFlag()
+        before = [(packed.num_forwards, packed.num_tokens) for packed in self._packed_models()]
+        self.graph = CudaGraph(self._step_and_tell)
+        # What one replay stands for.
+        runs = self.graph.RUNS
+        self._forwards = [
+            (packed, (packed.num_forwards - forwards) // runs, (packed.num_tokens - tokens) // runs)
+            for packed, (forwards, tokens) in zip(self._packed_models(), before, strict=True)
+        ]
+
+    def users(self) -> list[Any]:
+        """Objects of the caller's that hold tensors of this batch, and so can work for one batch at a time."""
+        drafters = getattr(self.drafter, "drafters", [self.drafter])
+        return [*drafters, *(selector for selector in self.selectors if isinstance(of_object(selector), int))]
+
+    def restart(self, batch: Speculation, input_ids: torch.Tensor, padding: torch.Tensor, max_length: int) -> None:
+        """
+        Take over another batch of as many rows, in the tensors of the last one.
+
+        Args:
+            batch ([`Speculation`]): What the new batch wants besides tokens.
+            input_ids (`torch.LongTensor` of shape `(N, prompt_width)`): Left-padded prompts.
+            padding (`torch.LongTensor` of shape `(N,)`): Padding columns at the left of each row.
+            max_length (`int`): Columns at which a row ends.
+        """
+        self.rows.restart(input_ids, padding, max_length)
+        self.stats.reset()
+        for packed in self._packed_models():
+            packed.num_forwards = packed.num_tokens = 0
+        self.recorder, self.streamer = batch.recorder, batch.streamer
+        if self.graph is None:  # else the graph holds equal ones
+            self.processing, self.stopping = batch.processing, batch.stopping
+        self.processing.rows = self.recorder.rows = self.rows
+
+    def _packed_models(self) -> list[PackedModel]:
+        return [self.target, *(self.drafter.packed_models if self.drafter is not None else [])]
+
+    def _step_and_tell(self) -> None:
+        self.step(self.rows.everyone)
+        self._ended.tell(self.rows.finished.all())
+
+    def _replay(self, graph: CudaGraph[None]) -> None:
+        """Replay the step until every row has ended, and once more: the host hears of the end one step late."""
+        rows = self.rows
+        self._ended.clear()
+        steps = int((rows.max_length - rows.length).masked_fill(rows.finished, 0).max())  # each adds a token at least
+        for _ in range(steps):
+            length = rows.length.clone() if self.streamer is not None else None
+            graph()
+            for packed, forwards, tokens in self._forwards:
+                packed.num_forwards += forwards
+                packed.num_tokens += tokens
+            if length is not None:
+                self._stream(rows.everyone, rows.length - length)
+            if self._ended.seen():
+                break
+
+    def _finish(self) -> None:
+        """Everything that waits for the last row."""
+        stats = self.stats
+        stats.target_forwards, stats.target_tokens = self.target.num_forwards, self.target.num_tokens
+        stats.draft_forwards = sum(packed.num_forwards for packed in self._packed_models()[1:])
+        if self.streamer is not None:
+            self.streamer.end()
 
     def _propose(self, live: torch.Tensor) -> Draft:
         """Drafts for the live rows, no deeper than any of them has room for."""
-        depth = min(self.depth, int(self.rows.room(live).max()))
-        if self.drafter is None or depth == 0:
+        if self.drafter is None:
+            return Draft.empty(live)
+        depth = self.depth
+        if not self.rows.fixed_shapes:
+            depth = min(depth, int(self.rows.room(live).max()))
+        if depth == 0:
             return Draft.empty(live)
         draft = self.drafter.propose(self.rows, live, depth)
         self.rows.write(live, draft.tokens, draft.lengths)
@@ -115,31 +231,44 @@ class Speculation:
             `tuple[PackedOutput, torch.FloatTensor, torch.LongTensor]`: What the target said; its processed scores in
             packed order, `(T, V)`; and the packed index of each live row's first ones, `(R,)`.
         """
-        counts = torch.zeros_like(self.rows.length).index_copy_(0, live, lengths + 1)  # (N,)
-        packing = Packing.fitting(counts, self.rows.length - self.rows.padding - 1)
-        output = self.target.forward(self.rows.read(packing.rows, packing.positions), packing)
-        columns = self.rows.padding[packing.rows] + packing.positions + 1
-        return output, self.processing(output.logits, packing.rows, columns), packing.starts[live]
+        rows = self.rows
+        going = (lengths + 1).masked_fill(rows.finished[live], 0)
+        counts = torch.zeros_like(rows.length).index_copy_(0, live, going)  # (N,)
+        first = rows.text_length(rows.everyone) - 1
+        if rows.fixed_shapes:
+            num_tokens = rows.num_rows + min(self.capacity, rows.num_rows * self.depth)
+            packing = Packing.of(counts, first, num_tokens, self.depth + 1, self.target.cache.length)
+        else:
+            packing = Packing.fitting(counts, first)
+        tokens = rows.read(packing.rows, packing.positions)
+        output = self.target.forward(tokens, packing, recurring=rows.fixed_shapes)
+        columns = rows.padding[packing.rows] + packing.positions + 1
+        # A row that takes no part may start behind the last token.
+        starts = packing.starts[live].clamp(max=packing.num_tokens - 1)
+        return output, self.processing(output.logits, packing.rows, columns), starts
 
     def _commit(
         self, accepted: Accepted, verification: Verification, output: PackedOutput, scores: torch.Tensor
     ) -> torch.Tensor:
         """
-        Commit what was accepted, each row cut where it ends, and show it to everybody who asked.
+        Commit what was accepted, each row cut where it ends.
 
         Returns:
             `torch.LongTensor` of shape `(R,)`: Tokens committed in each live row.
         """
         rows, live = self.rows, verification.live
-        rows.write(live, accepted.tokens, accepted.counts)
-        kept, finished = self.stopping(rows, live, accepted.tokens, accepted.counts)
-        self.recorder.record(rows, verification, kept, output, scores)
+        counts = accepted.counts.masked_fill(rows.finished[live], 0)
+        rows.write(live, accepted.tokens, counts)
+        kept, finished = self.stopping(rows, live, accepted.tokens, counts)
+        self.recorder.record(verification, kept, output, scores)
         rows.commit(live, kept, finished)
         if self.drafter is not None:
             self.drafter.observe(rows, verification)
-        if self.streamer is not None:
-            stream_new_tokens(self.streamer, rows, live, kept)
         return kept
+
+    def _stream(self, live: torch.Tensor, kept: torch.Tensor) -> None:
+        if self.streamer is not None:
+            stream_new_tokens(self.streamer, self.rows, live[kept > 0], kept[kept > 0])
 
     def _distributions(self, scores: torch.Tensor) -> torch.Tensor:
         """float32 `(T, V)` when sampling, else `(T,)`: the token at which each is one."""

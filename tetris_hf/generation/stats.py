@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,7 +28,6 @@ class TetrisStats:
         bonus (`torch.LongTensor` of shape `(N,)`): Tokens added by the target.
         live_steps (`torch.LongTensor` of shape `(N,)`): Steps that each row took part in.
         capacity (`int`): C.
-        steps (`int`): Steps of propose, select, verify, commit.
         target_forwards (`int`): Forwards of the target, the prompts' included.
         target_tokens (`int`): Tokens computed in them.
         draft_forwards (`int`): Forwards of the draft model.
@@ -43,7 +42,6 @@ class TetrisStats:
     bonus: torch.Tensor
     live_steps: torch.Tensor
     capacity: int
-    steps: int = 0
     target_forwards: int = 0
     target_tokens: int = 0
     draft_forwards: int = 0
@@ -55,6 +53,17 @@ class TetrisStats:
         per_place = torch.zeros(3, num_rows, depth, dtype=torch.long, device=device)
         per_row = torch.zeros(2, num_rows, dtype=torch.long, device=device)
         return cls(per_place[0], per_place[1], per_place[2], per_row[0], per_row[1], capacity)
+
+    def reset(self) -> None:
+        """Back to nothing, in the same tensors."""
+        for counts in (self.drafted, self.verified, self.accepted, self.bonus, self.live_steps):
+            counts.zero_()
+        self.seconds = {}
+
+    def clone(self) -> TetrisStats:
+        """The same counts in tensors of their own."""
+        tensors = ("drafted", "verified", "accepted", "bonus", "live_steps")
+        return replace(self, **{name: getattr(self, name).clone() for name in tensors}, seconds=dict(self.seconds))
 
     def count(
         self,
@@ -82,8 +91,7 @@ class TetrisStats:
         ):
             total[live] += (places < lengths[:, None]).long()  # (R, K)
         self.bonus[live] += (kept > accepted).long()
-        self.live_steps[live] += 1
-        self.steps += 1
+        self.live_steps[live] += (kept > 0).long()
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -93,6 +101,11 @@ class TetrisStats:
             yield
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    @property
+    def steps(self) -> int:
+        """Steps of propose, select, verify, commit, until the last row had ended."""
+        return int(self.live_steps.max())
 
     @property
     def vsr(self) -> float:

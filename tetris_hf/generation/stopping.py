@@ -5,6 +5,8 @@ Knows EOS ids and stopping criteria. Does not know where the tokens come from.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -36,6 +38,10 @@ class RowStopping:
         ).to(device)
         self.others = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
 
+    def fingerprint(self) -> Hashable:
+        """Equal for criteria that do the same; `None` if some of them look at more than new tokens."""
+        return None if self.others else tuple(self.eos_token_ids.tolist())
+
     def __call__(
         self, rows: Rows, live: torch.Tensor, block: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,15 +71,15 @@ class RowStopping:
         """Ask the criteria that look at text or clock, column by column; a row that has stopped is not asked again."""
         length = rows.length[live]
         going = torch.ones_like(counts, dtype=torch.bool)
-        columns = torch.arange(int(length.min()) + 1, int((length + counts).max()) + 1).tolist()
-        for column in columns:
+        if not counts.any():
+            return counts, stops
+        first, last = int(length[counts > 0].min()) + 1, int((length + counts).max())
+        for column in range(first, last + 1):
             place = column - 1 - length  # (R,)
             asked = going & (place >= 0) & (place < counts)
             if not asked.any():
                 continue
-            beyond = torch.arange(column, device=length.device) >= rows.length[:, None]  # (N, column)
-            beyond[live[asked]] = False
-            shown = rows.prefix(column).masked_fill(beyond, rows.pad_token_id)
+            shown = rows.shown(column, live[asked])
             answer = torch.zeros(rows.num_rows, dtype=torch.bool, device=length.device)
             for criterion in self.others:
                 answer |= torch.as_tensor(criterion(shown, None), device=length.device)

@@ -5,12 +5,14 @@ Knows which hidden state belongs to a row's newest token. Does not know how head
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from ..generation import Draft, Drafter, Verification
+from ..generation.fingerprint import of_model
 from ..generation.processing import LogitsProcessing
 from ..generation.rows import Rows
 
@@ -31,6 +33,7 @@ class MedusaDrafter(Drafter):
     """
 
     needs_hidden_states = True
+    is_capturable = True
 
     def __init__(self, heads: MedusaHeads):
         self.heads = heads
@@ -55,16 +58,20 @@ class MedusaDrafter(Drafter):
                 f"{vocab_size}: pass heads that were trained for it."
             )
 
+    def fingerprint(self) -> Hashable:
+        return type(self), id(self.heads), of_model(self.heads)
+
     def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:
         self._lm_head = target.get_output_embeddings()
         self._vocab_size = vocab_size
-        self._states = None
 
     def observe(self, rows: Rows, verification: Verification) -> None:
         """Keep, for each row, the hidden state that gave its newest token."""
         hidden_states = verification.hidden_states
         assert hidden_states is not None, "`needs_hidden_states` asks for them"
-        newest = (verification.starts + verification.num_accepted).to(hidden_states.device)  # (R,)
+        # A row that has ended may start behind the last state.
+        newest = (verification.starts + verification.num_accepted).clamp(max=len(hidden_states) - 1)  # (R,)
+        newest = newest.to(hidden_states.device)
         if self._states is None:
             self._states = hidden_states.new_zeros(rows.num_rows, hidden_states.shape[-1])
         self._states[verification.live.to(hidden_states.device)] = hidden_states[newest]

@@ -1,0 +1,284 @@
+"""Steps of fixed shapes, kept from call to call. A stand-in for the CUDA graph runs the captured function itself, so
+that everything but the capture is tested without a GPU: shapes, filler, ended rows, reuse and what invalidates it."""
+
+import gc
+import weakref
+
+import kit
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+import tetris_hf
+from tetris_hf import MedusaConfig, MedusaHeads, PromptLookupDrafter, TetrisDecoding
+from tetris_hf.generation import cuda_graph, decoding, packed_model, speculation, step_cache
+
+
+class RunsAgain:
+    """Stands in for `CudaGraph`: runs the function where the graph would replay it, on the same tensors."""
+
+    RUNS = 3
+    made: list["RunsAgain"] = []
+
+    def __init__(self, function, *inputs):
+        self.function, self.inputs, self.replays = function, [given.clone() for given in inputs], 0
+        shapes = []
+        for _ in range(self.RUNS):
+            with Shapes() as shape:
+                self.result = function(*self.inputs)
+            shapes.append(shape.seen)
+        assert shapes[1] == shapes[2], "a shape depends on values"
+        self.shapes = shapes[2]
+        RunsAgain.made.append(self)
+
+    def __call__(self, *inputs):
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
+        with Shapes() as shape:
+            self.result = self.function(*self.inputs)
+        assert shape.seen == self.shapes, "a shape depends on values"
+        self.replays += 1
+        return self.result
+
+
+class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records the shape of every result, and refuses what would wait for a device."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal")
+
+    def __enter__(self):
+        self.seen: list = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        assert not any(name.startswith(wait) or name == f"_{wait}2" for wait in self.WAITS), f"{name} waits"
+        result = function(*args, **(kwargs or {}))
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        assert not any(index is not None and index.dtype == torch.bool for index in indices), "a mask as index waits"
+        self.seen.append((name, getattr(result, "shape", None)))
+        return result
+
+
+class ToldAtOnce:
+    """Stands in for `LateFlag`."""
+
+    def __init__(self):
+        self.value = False
+
+    def tell(self, value):
+        self.value = value.clone()
+
+    def clear(self):
+        self.late = []
+
+    def seen(self):
+        self.late.append(bool(self.value))
+        return len(self.late) > 1 and self.late[-2]
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    """Everything lies on a GPU, as it were."""
+    RunsAgain.made = []
+    monkeypatch.setattr(decoding, "on_one_gpu", lambda *args: True)
+    monkeypatch.setattr(speculation, "CudaGraph", RunsAgain)
+    monkeypatch.setattr(speculation, "LateFlag", ToldAtOnce)
+    monkeypatch.setattr(packed_model, "CudaGraph", RunsAgain)
+    # Compilation has its own test; its result is the same for any layer.
+    monkeypatch.setattr(step_cache, "_uncompiled", AnyModel())
+    tetris_hf.release_graphs()
+    yield
+    tetris_hf.release_graphs()
+
+
+class AnyModel(weakref.WeakSet):
+    def __contains__(self, model):
+        return True
+
+
+def heads(target):
+    torch.manual_seed(0)
+    return MedusaHeads(MedusaConfig(hidden_size=32, vocab_size=kit.VOCABULARY, medusa_num_heads=3)).eval()
+
+
+DRAFTERS = {
+    "near": lambda target: kit.near(target),
+    "same": lambda target: kit.tiny(),
+    "heads": heads,
+    "lookup": lambda target: PromptLookupDrafter(),
+    "mixed": lambda target: [PromptLookupDrafter(), kit.near(target)],
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("capacity", [0, 3, 9, 100])
+def test_greedy_text_is_that_of_plain_generate(name, capacity):
+    target = kit.tiny()
+    drafter = DRAFTERS[name](target)
+    for seed, eos in ((0, None), (1, 7), (2, [7, 30, 41])):
+        batch = kit.ragged(seed=seed)
+        expected = kit.plain(target, batch, eos_token_id=eos)
+        out = kit.speculate(target, batch, drafter, capacity, 3, eos_token_id=eos)
+        assert torch.equal(out.sequences, expected)
+        stats = out.tetris_stats
+        assert (stats.verified.sum() <= stats.steps * capacity) and stats.target_forwards >= stats.steps + 1
+    assert all(graph.replays > 0 for graph in RunsAgain.made) and RunsAgain.made
+
+
+def test_the_second_call_captures_nothing():
+    target = kit.tiny()
+    assistant = kit.near(target)
+    first = kit.speculate(target, kit.ragged(seed=1), assistant, 9, 3, max_new_tokens=20)
+    assert len(RunsAgain.made) == 1
+    before = {name: value.clone() for name, value in vars(first.tetris_stats).items() if torch.is_tensor(value)}
+    sequences = first.sequences.clone()
+    # Other prompts, other length, a longer answer: the same step.
+    batch = kit.ragged((5, 2, 4), seed=2)
+    second = kit.speculate(target, batch, assistant, 9, 3, max_new_tokens=30)
+    assert len(RunsAgain.made) == 1
+    assert torch.equal(second.sequences, kit.plain(target, batch, max_new_tokens=30))
+    # What the user holds of the first call is the user's.
+    assert torch.equal(first.sequences, sequences)
+    assert all(torch.equal(getattr(first.tetris_stats, name), value) for name, value in before.items())
+    third = kit.speculate(target, kit.ragged(seed=1), assistant, 9, 3, max_new_tokens=20)
+    assert torch.equal(third.sequences, first.sequences) and len(RunsAgain.made) == 1
+
+
+def test_what_makes_another_step():
+    target, other = kit.tiny(), kit.tiny(seed=4)
+    assistant = kit.near(target)
+
+    def graphs(drafter=assistant, capacity=9, depth=3, lengths=kit.LENGTHS, **settings):
+        before = len(RunsAgain.made)
+        batch = kit.ragged(lengths)
+        out = kit.speculate(target, batch, drafter, capacity, depth, **settings)
+        if not settings.get("do_sample"):
+            assert torch.equal(out.sequences, kit.plain(target, batch, **settings))
+        return len(RunsAgain.made) - before
+
+    assert graphs() == 1 and graphs() == 0
+    assert graphs(capacity=5) == 1
+    assert graphs(depth=2) == 1
+    assert graphs(lengths=(3, 7)) == 1
+    assert graphs(eos_token_id=9) == 1
+    assert graphs(do_sample=True) == 1
+    assert graphs(do_sample=True, temperature=0.5) == 1 and graphs(do_sample=True, temperature=0.5) == 0
+    assert graphs(drafter=other) == 1
+    assert graphs() == 1 and graphs() == 0
+    with torch.no_grad():  # weights that change in place are followed
+        target.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    assert graphs() == 0
+    target.model.layers[0].mlp.down_proj.weight.data = target.model.layers[0].mlp.down_proj.weight.data * 0.5
+    assert graphs() == 1, "a weight has moved"
+    target.model.layers[0].mlp = other.model.layers[0].mlp
+    assert graphs() == 1, "a module was replaced"
+    target.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    assert graphs() == 1, "a hook was added"
+    target.generation_config.disable_compile = True
+    assert graphs() == 0
+    target.generation_config.disable_compile = False
+
+
+class EndsAfter(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] % 5 == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 4, "eos_token_id": 7},
+        {"stopping_criteria": [EndsAfter()], "eos_token_id": 60},
+        {"output_scores": True, "output_hidden_states": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_forwards_are_captured_where_a_step_cannot_be(name, settings):
+    target = kit.tiny()
+    drafter = DRAFTERS[name](target)
+    for seed in range(2):
+        batch = kit.ragged(seed=seed)
+        expected = kit.plain(target, batch, **{k: v for k, v in settings.items() if not k.startswith("output")})
+        out = kit.speculate(target, batch, drafter, 7, 3, **settings)
+        assert torch.equal(out.sequences, expected)
+    of_target = [graph for graph in RunsAgain.made if graph.replays]
+    assert of_target and all("tetris" not in name for name in settings)
+    if "output_scores" in settings:
+        plain = target.generate(
+            **batch, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_scores=True,
+            eos_token_id=None,
+        )  # fmt: skip
+        for ours, theirs in zip(out.scores, plain.scores, strict=False):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_models_are_not_kept_alive():
+    target = kit.tiny()
+    assistant = kit.near(target)
+    kit.speculate(target, kit.ragged(), assistant, 9, 3)
+    kit.speculate(target, kit.ragged(), target, 9, 3)
+    alive = weakref.ref(target)
+    RunsAgain.made = []  # a real graph does not know what it was captured from
+    del target
+    gc.collect()
+    assert alive() is None and not len(step_cache._kept)
+
+
+def test_an_interrupted_step_is_not_kept(monkeypatch):
+    target = kit.tiny()
+    assistant = kit.near(target)
+    kit.speculate(target, kit.ragged(), assistant, 9, 3)
+    broken = RunsAgain.made[0]
+    monkeypatch.setattr(broken, "function", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        kit.speculate(target, kit.ragged(), assistant, 9, 3)
+    out = kit.speculate(target, kit.ragged(), assistant, 9, 3)
+    assert len(RunsAgain.made) == 2 and torch.equal(out.sequences, kit.plain(target, kit.ragged()))
+
+
+def test_a_drafter_of_the_users_serves_one_step_at_a_time():
+    target = kit.tiny()
+    lookup = PromptLookupDrafter()
+    for capacity, depth in ((9, 3), (5, 4), (9, 3), (9, 6)):
+        out = kit.speculate(target, kit.ragged(), lookup, capacity, depth)
+        assert torch.equal(out.sequences, kit.plain(target, kit.ragged()))
+        assert sum(len(steps) for steps in step_cache._kept.values()) == 1
+
+
+def test_a_model_that_waits_runs_without_graphs(monkeypatch):
+    def refuse(*args):
+        raise cuda_graph.CannotCapture("it waits")
+
+    monkeypatch.setattr(speculation, "CudaGraph", refuse)
+    monkeypatch.setattr(packed_model, "CudaGraph", refuse)
+    target = kit.tiny()
+    for settings in ({}, {}, {"repetition_penalty": 1.3}):
+        out = kit.speculate(target, kit.ragged(), kit.near(target), 9, 3, **settings)
+        assert torch.equal(out.sequences, kit.plain(target, kit.ragged(), **settings))
+
+
+def test_streamed_tokens_are_those_of_the_text():
+    class Gather(tetris_hf.RowStreamer):
+        def __init__(self):
+            self.rows, self.ended = {}, []
+
+        def put_row(self, row, tokens):
+            self.rows.setdefault(row, []).extend(tokens.tolist())
+
+        def end_row(self, row):
+            self.ended.append(row)
+
+    target = kit.tiny()
+    batch = kit.ragged()
+    gather = Gather()
+    out = target.generate(
+        **batch,
+        max_new_tokens=12,
+        do_sample=False,
+        custom_generate=TetrisDecoding(kit.near(target), 9, num_assistant_tokens=3, streamer=gather),
+    )
+    width = batch["input_ids"].shape[1]
+    assert [gather.rows[row] for row in range(3)] == out[:, width:].tolist() and sorted(gather.ended) == [0, 1, 2]

@@ -1,0 +1,114 @@
+"""A function on the GPU, captured once and replayed: the CPU then launches it in one go.
+
+Knows streams and graphs. Does not know what the function computes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import chain
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+
+Result = TypeVar("Result")
+
+
+class CannotCapture(RuntimeError):
+    """The function waits for the device, or does something else that no graph can hold."""
+
+
+def on_one_gpu(device: torch.device, *modules: nn.Module) -> bool:
+    """Whether all that `modules` compute with lies on `device`, a GPU."""
+    tensors = (tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
+    return device.type == "cuda" and all(tensor.device == device for tensor in tensors)
+
+
+class CudaGraph(Generic[Result]):
+    """
+    A captured function. Replays read and write the tensors that the function closed over, and the copies of its
+    arguments, at the same addresses; what it returns is overwritten by the next replay.
+
+    The function runs three times before it can be replayed: to settle lazy allocations, to see whether it waits for
+    the device, and to be captured. Random numbers are fresh in every replay, and the capture draws none.
+
+    Args:
+        function (`Callable`): What to capture. Its Python side effects happen at the capture only.
+        inputs (`torch.Tensor`): Its arguments, from which replays take shapes and dtypes.
+
+    Raises:
+        [`CannotCapture`]: If the function cannot be captured. Nothing is left half-captured.
+    """
+
+    RUNS = 3
+
+    def __init__(self, function: Callable[..., Result], *inputs: torch.Tensor):
+        self.inputs = [given.clone() for given in inputs]
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        random_state = torch.cuda.get_rng_state(self.device)
+        self._settle(function)
+        self._graph = torch.cuda.CUDAGraph()
+        gc.collect()
+        collecting = gc.isenabled()
+        gc.disable()  # a tensor that is freed while capturing breaks the capture
+        try:
+            with torch.cuda.graph(self._graph):
+                self.result = function(*self.inputs)
+        finally:
+            if collecting:
+                gc.enable()
+            torch.cuda.set_rng_state(random_state, self.device)
+
+    def _settle(self, function: Callable[..., Result]) -> None:
+        """Two runs; in the second, a wait for the device is an error, before it can break a capture."""
+        stream, before = torch.cuda.Stream(), torch.cuda.get_sync_debug_mode()
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                function(*self.inputs)
+                torch.cuda.set_sync_debug_mode("error")
+                function(*self.inputs)
+        except Exception as error:
+            raise CannotCapture(str(error).strip().split("\n")[0]) from error
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def __call__(self, *inputs: torch.Tensor) -> Result:
+        """Replay with other values. Returns the same tensors every time."""
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
+        self._graph.replay()
+        return self.result
+
+
+class LateFlag:
+    """
+    Something that becomes true on the device once, and that the host learns one replay late: it asks when the next
+    replay is under way already, so that neither waits for the other.
+    """
+
+    def __init__(self) -> None:
+        self._value = torch.zeros((), dtype=torch.bool, pin_memory=True)
+        self._events: list[torch.cuda.Event] = []
+
+    def tell(self, value: torch.Tensor) -> None:
+        """Part of what is captured."""
+        self._value.copy_(value, non_blocking=True)
+
+    def clear(self) -> None:
+        """Before the first replay."""
+        self._value.fill_(False)
+        self._events = []
+
+    def seen(self) -> bool:
+        """After every replay: what all replays but the last one have told."""
+        self._events.append(torch.cuda.Event())
+        self._events[-1].record()
+        if len(self._events) == 1:
+            return False
+        self._events.pop(0).synchronize()
+        return bool(self._value)
