@@ -92,13 +92,15 @@ class AssistantDrafter(Drafter):
         for place in range(depth):
             if place == 0:
                 # If all drafts and the bonus token were accepted, the last draft is new to the cache as well. Two
-                # tokens in any case: so the shape does not depend on what was accepted.
+                # tokens in any case: so the shape does not depend on what was accepted. Tokens that another drafter
+                # proposed are new, every one of them.
                 first = torch.minimum(self._cached[live], text_length - 2).clamp(min=0)
                 counts = (text_length - first) * (lengths > 0)
             else:
                 first = text_length + place - 1
                 counts = (lengths > place).long()
-            logits = self._fit(self._forward(rows, live, first, counts, most=2 if place == 0 else 1))  # (R, V)
+            most = 1 if place > 0 else depth + 1 if self.shares_rows else 2
+            logits = self._fit(self._forward(rows, live, first, counts, most))  # (R, V)
             # A row that drafts no deeper is shown some prefix; its scores are not read.
             scores = processing(logits, live, torch.minimum(rows.length[live] + place, rows.max_length[live]))
             distribution = (scores if self.temperature is None else scores / self.temperature).softmax(-1)

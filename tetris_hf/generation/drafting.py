@@ -113,10 +113,14 @@ class Drafter(ABC):
             `rows.fixed_shapes`, they never wait for the device, make no shape depend on values, propose `depth` deep
             and keep what they know from step to step in the same tensors, changed in place. `begin` may then be called
             again without an `end`, for a new batch in the same `rows`.
+        shares_rows (`bool`):
+            Whether other drafters propose for the same rows, so that a row may gain more tokens in a step than this
+            drafter proposed for it. [`MixedDrafter`] sets it.
     """
 
     needs_hidden_states: bool = False
     is_capturable: bool = False
+    shares_rows: bool = False
 
     @property
     def models(self) -> list[PreTrainedModel]:

@@ -37,6 +37,8 @@ class MixedDrafter(Drafter):
         if len(drafters) < 2 or not all(isinstance(drafter, Drafter) for drafter in drafters):
             raise ValueError(f"`drafters` must be two or more `Drafter`s, got {[type(d).__name__ for d in drafters]}.")
         self.drafters = list(drafters)
+        for drafter in self.drafters:
+            drafter.shares_rows = True
         self._drafts: list[Draft] = []
         self._chosen = torch.zeros(0, dtype=torch.long)
 
