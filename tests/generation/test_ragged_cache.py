@@ -57,7 +57,7 @@ def test_growth_keeps_every_slot():
         cache.reserve(wanted)
         assert cache.length >= wanted
         lengths.append(cache.length)
-        stored = cache.layers[1].keys[:-1].view(N, cache.length, HEADS, WIDTH)
+        stored = cache.layers[1].keys[:, :-1].view(HEADS, N, cache.length, WIDTH).permute(1, 2, 0, 3)
         for token, (row, position) in enumerate(zip(rows, positions, strict=True)):
             assert torch.equal(stored[row, position], keys[0, :, token])
         assert (stored.abs().sum((2, 3)) > 0).sum() == len(rows)

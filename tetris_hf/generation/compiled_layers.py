@@ -86,7 +86,7 @@ def _forward(layer: nn.Module, settings: dict[str, Any]) -> Any:
         if isinstance(argument, RaggedCache):
             return argument.layers[index]
         if isinstance(argument, RaggedMask):
-            return argument.plan(argument.packing.rows.device, with_allowed=current_forward().needs_allowed)
+            return argument.plan(argument.packing.rows.device, current_forward())
         return argument
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -125,7 +125,9 @@ class PackedModel:
         self.compiles = self.captures = False
         self.compile_config: Any = None
         self._graphs: dict[tuple[int, bool], CudaGraph[PackedOutput]] = {}
-        self._checked = self._needs_allowed = False
+        self._checked = False
+        # What a first forward shows of the layers: see [`PackedForward`].
+        self._layer_needs: tuple[bool, tuple[int, int] | None] = (False, None)
         self._cache_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._device = model.get_input_embeddings().weight.device
@@ -179,13 +181,13 @@ class PackedModel:
             model_kwargs["logits_to_keep"] = keep.to(self._device)
         if self.keep_all_hidden_states:
             model_kwargs["output_hidden_states"] = True
-        packed = packed_as(packing, self.cache.length, self._needs_allowed)
-        with packed as forward, self._last_hidden_states() as hidden_states:
+        forward = PackedForward(packing, self.cache.length, *self._layer_needs)
+        with packed_as(forward), self._last_hidden_states() as hidden_states:
             outputs = self.model(**model_kwargs)
             logits = outputs.logits[0]
         if not self._checked:
             self._check(forward)
-            self._checked, self._needs_allowed = True, forward.needs_allowed
+            self._checked, self._layer_needs = True, (forward.needs_allowed, forward.heads)
         hidden = hidden_states[-1][0] if hidden_states else None
         if keep is not None and not self._keeps_logits:
             logits = logits[keep.to(logits.device)]

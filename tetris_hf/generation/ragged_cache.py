@@ -25,7 +25,7 @@ class RaggedLayer(CacheLayerMixin):
         Allocate from the first states seen: multi-head latent attention has other widths for keys than for values.
         """
         self.keys, self.values = (
-            states.new_zeros(self.cache.num_slots + 1, states.shape[1], states.shape[3])  # (N * L + 1, heads, width)
+            states.new_zeros(states.shape[1], self.cache.num_slots + 1, states.shape[3])  # (heads, N * L + 1, width)
             for states in (key_states, value_states)
         )
         self.is_initialized = True
@@ -49,8 +49,7 @@ class RaggedLayer(CacheLayerMixin):
         # A compiler would turn the writes into copies of the whole cache, unless it cannot look into them.
         write = write_operation if torch.compiler.is_compiling() else _write
         write(self.keys, self.values, slots, key_states, value_states)
-        keys, values = (stored[:-1].transpose(0, 1).unsqueeze(0) for stored in (self.keys, self.values))
-        return keys, values  # (1, heads, N * L, width)
+        return self.keys[None, :, :-1], self.values[None, :, :-1]  # (1, heads, N * L, width)
 
     def grow(self, num_rows: int, old_length: int, new_length: int) -> None:
         """Copy `num_rows` rows of `old_length` slots into rows of `new_length` slots."""
@@ -58,9 +57,10 @@ class RaggedLayer(CacheLayerMixin):
             return
         grown = []
         for stored in (self.keys, self.values):
-            wider = stored.new_zeros(num_rows * new_length + 1, *stored.shape[1:])
-            rows = wider[:-1].view(num_rows, new_length, *stored.shape[1:])
-            rows[:, :old_length] = stored[:-1].view(num_rows, old_length, *stored.shape[1:])
+            heads, _, width = stored.shape
+            wider = stored.new_zeros(heads, num_rows * new_length + 1, width)
+            rows = wider[:, :-1].unflatten(1, (num_rows, new_length))  # (heads, N, L, width), a view
+            rows[:, :, :old_length] = stored[:, :-1].unflatten(1, (num_rows, old_length))
             grown.append(wider)
         self.keys, self.values = grown
 
@@ -84,14 +84,14 @@ def _write(
 ) -> None:
     """
     Args:
-        keys (`torch.Tensor` of shape `(N * L + 1, heads, width)`): What is kept, written to.
-        values (`torch.Tensor` of shape `(N * L + 1, heads, v_width)`): What is kept, written to.
+        keys (`torch.Tensor` of shape `(heads, N * L + 1, width)`): What is kept, written to.
+        values (`torch.Tensor` of shape `(heads, N * L + 1, v_width)`): What is kept, written to.
         slots (`torch.LongTensor` of shape `(T,)`): Where to.
         key_states (`torch.Tensor` of shape `(1, heads, T, width)`): New keys.
         value_states (`torch.Tensor` of shape `(1, heads, T, v_width)`): New values.
     """
     for stored, states in ((keys, key_states), (values, value_states)):
-        stored.index_copy_(0, slots, states[0].transpose(0, 1).to(stored.dtype))
+        stored.index_copy_(1, slots, states[0].to(stored.dtype))
 
 
 write_operation = torch.library.custom_op(

@@ -143,11 +143,12 @@ class Speculation:
         """
         rows, none = self.rows, torch.zeros_like(self.rows.padding)
         rows.restart(rows.tokens.new_full((rows.num_rows, 1), rows.pad_token_id), none, rows.width)
-        self.prefill()
-        rows.finished.fill_(True)
         self._ended = LateFlag()
-        before = [(packed.num_forwards, packed.num_tokens) for packed in self._packed_models()]
-        self.graph = CudaGraph(self._step_and_tell)
+        with torch.random.fork_rng([rows.tokens.device] if rows.tokens.is_cuda else []):
+            self.prefill()
+            rows.finished.fill_(True)
+            before = [(packed.num_forwards, packed.num_tokens) for packed in self._packed_models()]
+            self.graph = CudaGraph(self._step_and_tell)
         # What one replay stands for.
         runs = self.graph.RUNS
         self._forwards = [
