@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The main job on real weights: a padded batch through `generate(assistant_model=..., tetris_capacity=...)`.
 
-    python examples/demo.py                       # SmolLM2-135M-Instruct, drafted by some of its own layers
+    python examples/demo.py                       # SmolLM2-135M-Instruct, drafted by the Medusa heads in assets/
     python examples/demo.py --model Qwen/Qwen2.5-1.5B-Instruct --assistant Qwen/Qwen2.5-0.5B-Instruct --capacity 64
 
 Prints every row's text and whether it equals plain `generate`'s, what was drafted, verified and accepted, and the
@@ -97,13 +97,15 @@ def drafter_for(model: PreTrainedModel, args: argparse.Namespace) -> Any:
     """Who drafts, by the arguments of the command line."""
     if args.assistant is not None:
         return load(args.assistant, args.device, getattr(torch, args.dtype))[0]
-    if args.drafter == "lookup":
+    # The shipped drafters fit the bundled model only. Every model can be drafted for by its own layers.
+    drafter = args.drafter or ("medusa" if args.model is None and args.layers is None else "layers")
+    if drafter == "lookup":
         return tetris_hf.PromptLookupDrafter()
-    if args.drafter in ("medusa", "shallow"):
+    if drafter in ("medusa", "shallow"):
         if args.model is not None:
-            raise SystemExit(f"--drafter {args.drafter} was trained for the bundled model. Leave out --model.")
-        folder = Path(__file__).parent.parent / "assets" / f"smollm2-135m-{args.drafter}"
-        if args.drafter == "medusa":
+            raise SystemExit(f"--drafter {drafter} was trained for the bundled model. Leave out --model.")
+        folder = Path(__file__).parent.parent / "assets" / f"smollm2-135m-{drafter}"
+        if drafter == "medusa":
             return tetris_hf.MedusaHeads.from_pretrained(folder, dtype=model.dtype).to(model.device)
         return tetris_hf.ShallowAssistant.from_pretrained(folder, target=model)
     depth = model.config.get_text_config().num_hidden_layers
@@ -157,20 +159,17 @@ def print_counts(stats: tetris_hf.TetrisStats) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="hub id or folder of the target (default: bundled SmolLM2-135M-Instruct)")
-    parser.add_argument(
-        "--assistant", help="hub id or folder of the assistant (default: the target with layers skipped)"
-    )
+    parser.add_argument("--assistant", help="hub id or folder of the assistant (default: see --drafter)")
     parser.add_argument(
         "--drafter",
-        default="layers",
-        choices=["layers", "medusa", "shallow", "lookup"],
-        help="without --assistant: the target with layers skipped, the shipped Medusa heads or shallow assistant, or "
-        "copies from the text itself (default: layers)",
+        choices=["medusa", "shallow", "layers", "lookup"],
+        help="without --assistant: the shipped Medusa heads or shallow assistant, the target with layers skipped, or "
+        "copies from the text itself (default: medusa, with --model or --layers: layers)",
     )
-    parser.add_argument("--layers", help="layers that the default assistant keeps, for instance 0,1,5,29")
-    parser.add_argument("--capacity", type=int, default=32, help="draft tokens verified per step (default: 32)")
+    parser.add_argument("--layers", help="layers that `--drafter layers` keeps, for instance 0,1,5,29")
+    parser.add_argument("--capacity", type=int, default=16, help="draft tokens verified per step (default: 16)")
     parser.add_argument(
-        "--num-assistant-tokens", type=int, help="draft tokens per row and step (default: see the docs)"
+        "--num-assistant-tokens", type=int, default=4, help="draft tokens per row and step (default: 4)"
     )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

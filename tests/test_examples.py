@@ -1,7 +1,10 @@
 """The scripts in `examples/` run: each training script in its tiny setting, resumed once, and what it makes drafts."""
 
+import argparse
+import importlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +46,26 @@ def test_training_in_the_tiny_setting(script, tmp_path):
 
 @needs_weights
 def test_the_demo_and_the_heads_on_real_weights(tmp_path):
-    shown = run("demo.py", "--max-new-tokens", "6", "--drafter", "lookup", folder=tmp_path)
+    shown = run("demo.py", "--max-new-tokens", "6", folder=tmp_path)
     assert "16 of 16" in shown and "VSR" in shown and "draft position" in shown
+    assert [line.split()[0] for line in shown.split("draft position")[1].splitlines()[1:5]] == list("1234")
+    assert re.search(r"draft forwards +0\b", shown)  # the Medusa heads, which need none
     shown = run("medusa_generate.py", "--batch_size", "2", "--max_new_tokens", "6", folder=tmp_path)
     assert "head" in shown
+
+
+def test_who_drafts_in_the_demo(target, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    demo = importlib.import_module("demo")
+
+    def drafter(**given):
+        named = {"model": None, "assistant": None, "drafter": None, "layers": None, **given}
+        return demo.drafter_for(target, argparse.Namespace(**named))
+
+    assert isinstance(drafter(), tetris_hf.MedusaHeads)
+    assert isinstance(drafter(drafter="medusa"), tetris_hf.MedusaHeads)
+    assert isinstance(drafter(drafter="lookup"), tetris_hf.PromptLookupDrafter)
+    for given in ({"model": "other"}, {"layers": "1"}, {"model": "other", "drafter": "layers", "layers": "1"}):
+        assert drafter(**given).config.num_hidden_layers == 1
+    with pytest.raises(SystemExit, match="--drafter shallow was trained for the bundled model. Leave out --model."):
+        drafter(model="other", drafter="shallow")
