@@ -91,7 +91,7 @@ def test_sequences_for_the_flash_kernel(counts, rule, monkeypatch):
     monkeypatch.setattr(module, "_flash_serves", lambda *args: True)
     monkeypatch.setattr(module, "_flash_forward", flash_forward)
     generator = torch.Generator().manual_seed(1)
-    packing = Packing.of(torch.tensor(counts), torch.tensor(FIRST), sum(counts) + 1, max_count=4, max_length=11)
+    packing = Packing.of(torch.tensor(counts), torch.tensor(FIRST), sum(counts) + 1, max_count=4, max_length=LENGTH)
     cache = RaggedCache(len(counts), LENGTH, LENGTH, block_size=1)
     layer = RaggedLayer(cache)
     states = torch.randn(2, 1, KV_HEADS, len(counts) * LENGTH, WIDTH, generator=generator)

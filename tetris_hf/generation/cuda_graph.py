@@ -6,7 +6,8 @@ Knows streams and graphs. Does not know what the function computes.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Generic, TypeVar
 
@@ -112,3 +113,28 @@ class LateFlag:
             return False
         self._events.pop(0).synchronize()
         return bool(self._value)
+
+
+class StageClock:
+    """Times the stages of a captured function on the device: its events are part of the graph."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What is captured within this context is one stage. Outside a capture, nothing happens."""
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            yield
+            return
+        start, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._events[name] = (start, end)
+
+    def seconds(self) -> dict[str, float]:
+        """Of each stage in the last replay. Waits for it."""
+        for _, end in self._events.values():
+            end.synchronize()
+        return {name: start.elapsed_time(end) / 1000 for name, (start, end) in self._events.items()}

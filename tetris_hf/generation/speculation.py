@@ -5,12 +5,14 @@ Reads from top to bottom: prefill, then propose, select, verify, commit until ev
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .cuda_graph import CudaGraph, LateFlag
+from .cuda_graph import CudaGraph, LateFlag, StageClock
 from .drafting import Draft, Drafter, Verification
 from .fingerprint import of_object
 from .outputs import OutputRecorder
@@ -23,6 +25,10 @@ from .selection import DraftSelectorList
 from .stats import TetrisStats
 from .stopping import RowStopping
 from .streaming import RowStreamer, stream_new_tokens
+
+
+# The one replay whose stages are timed, for which the host has to wait: late enough to be like most.
+TIMED_STEP = 4
 
 
 @dataclass
@@ -65,6 +71,7 @@ class Speculation:
     graph: CudaGraph[None] | None = None
 
     def __post_init__(self) -> None:
+        self._clock = StageClock()
         if self.capacity == 0:
             self.drafter = None
 
@@ -116,18 +123,17 @@ class Speculation:
         Returns:
             `torch.LongTensor` of shape `(R,)`: Tokens committed in each of them.
         """
-        stats = self.stats
-        with stats.timed("propose"):
+        with self._stage("propose"):
             draft = self._propose(live)  # tokens (R, K)
-        with stats.timed("select"):
+        with self._stage("select"):
             lengths = self.selectors(draft, self.capacity)  # (R,)
-        with stats.timed("verify"):
+        with self._stage("verify"):
             output, scores, starts = self._verify(live, lengths)  # (T, V)
-        with stats.timed("commit"):
+        with self._stage("commit"):
             accepted = rejection_sample(self._distributions(scores), draft.q, draft.tokens, lengths, starts)
             verification = Verification(live, draft, lengths, accepted.counts - 1, output.hidden_states, starts)
             kept = self._commit(accepted, verification, output, scores)
-            stats.count(live, draft.lengths, lengths, verification.num_accepted, kept)
+            self.stats.count(live, draft.lengths, lengths, verification.num_accepted, kept)
             self.selectors.observe(verification)
         return kept
 
@@ -143,7 +149,7 @@ class Speculation:
         """
         rows, none = self.rows, torch.zeros_like(self.rows.padding)
         rows.restart(rows.tokens.new_full((rows.num_rows, 1), rows.pad_token_id), none, rows.width)
-        self._ended = LateFlag()
+        self._ended, self._clock = LateFlag(), StageClock()
         with torch.random.fork_rng([rows.tokens.device] if rows.tokens.is_cuda else []):
             self.prefill()
             rows.finished.fill_(True)
@@ -183,6 +189,11 @@ class Speculation:
     def _packed_models(self) -> list[PackedModel]:
         return [self.target, *(self.drafter.packed_models if self.drafter is not None else [])]
 
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        with self.stats.timed(name), self._clock.stage(name):
+            yield
+
     def _step_and_tell(self) -> None:
         self.step(self.rows.everyone)
         self._ended.tell(self.rows.finished.all())
@@ -192,7 +203,7 @@ class Speculation:
         rows = self.rows
         self._ended.clear()
         steps = int((rows.max_length - rows.length).masked_fill(rows.finished, 0).max())  # each adds a token at least
-        for _ in range(steps):
+        for number in range(steps):
             length = rows.length.clone() if self.streamer is not None else None
             graph()
             for packed, forwards, tokens in self._forwards:
@@ -200,6 +211,8 @@ class Speculation:
                 packed.num_tokens += tokens
             if length is not None:
                 self._stream(rows.everyone, rows.length - length)
+            if number == min(TIMED_STEP, steps - 1):
+                self.stats.step_seconds = self._clock.seconds()
             if self._ended.seen():
                 break
 

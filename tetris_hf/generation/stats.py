@@ -33,7 +33,10 @@ class TetrisStats:
         draft_forwards (`int`): Forwards of the draft model.
         seconds (`dict[str, float]`):
             Host seconds spent in `prefill`, `propose`, `select`, `verify` and `commit`. On an asynchronous device work
-            is counted where the host waits for it; `benchmarks/` times stages with device events.
+            is counted where the host waits for it. Where steps are captured, in `prefill` and `replay`.
+        step_seconds (`dict[str, float]`):
+            Where steps are captured, device seconds of `propose`, `select`, `verify` and `commit` in one of the call's
+            first steps.
     """
 
     drafted: torch.Tensor
@@ -46,6 +49,7 @@ class TetrisStats:
     target_tokens: int = 0
     draft_forwards: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def zeros(cls, num_rows: int, depth: int, capacity: int, device: torch.device | str = "cpu") -> TetrisStats:
@@ -58,12 +62,12 @@ class TetrisStats:
         """Back to nothing, in the same tensors."""
         for counts in (self.drafted, self.verified, self.accepted, self.bonus, self.live_steps):
             counts.zero_()
-        self.seconds = {}
+        self.seconds, self.step_seconds = {}, {}
 
     def clone(self) -> TetrisStats:
         """The same counts in tensors of their own."""
         tensors = ("drafted", "verified", "accepted", "bonus", "live_steps")
-        return replace(self, **{name: getattr(self, name).clone() for name in tensors}, seconds=dict(self.seconds))
+        return replace(self, **{name: getattr(self, name).clone() for name in tensors})
 
     def count(
         self,
