@@ -6,13 +6,16 @@ import kit
 import pytest
 import torch
 from torch import nn
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from tetris_hf.generation import ragged_attention as module
 from tetris_hf.generation.packed_model import PackedModel, attention_configs, packed_attention
 from tetris_hf.generation.packing import Packing
 from tetris_hf.generation.ragged_attention import ragged_attention
-from tetris_hf.generation.ragged_cache import RaggedCache, RaggedLayer
 from tetris_hf.generation.ragged_mask import PackedForward, RaggedMask, packed_as, ragged_mask
 
 
@@ -64,48 +67,38 @@ def test_equals_a_loop_over_tokens(filler, softcap, with_sinks, rule):
         torch.testing.assert_close(out[0, token], expected, atol=1e-5, rtol=1e-4)
 
 
-def flash_forward(queries, keys, values, sequences, max_queries, plan, is_causal, scaling):
+def flash_forward(queries, keys, values, starts, slots, max_queries, max_keys, *args, seqused_k, **kwargs):
     """What the flash kernel is told to do, in a loop over its sequences. Fails on a number that it would misread."""
+    assert args == (0.0, True, False) and {tensor.dtype for tensor in (starts, slots, seqused_k)} == {torch.int32}
+    assert len(starts) == len(slots) == len(seqused_k) + 1 and starts[-1] == len(queries)
     out = torch.full((*queries.shape[:2], values.shape[-1]), torch.nan)
-    starts, key_starts, lengths = sequences.query_starts, sequences.key_starts, sequences.lengths
-    assert len(starts) == len(key_starts) == len(lengths) + 1 and starts[-1] == len(queries)
-    assert {tensor.dtype for tensor in (starts, key_starts, lengths)} == {torch.int32}
-    for index, length in enumerate(lengths.tolist()):
-        first, last = starts[index], starts[index + 1]
-        assert 0 <= last - first <= max_queries and length <= plan.max_length
-        own = slice(int(key_starts[index]), int(key_starts[index]) + length)
+    window = kwargs["window_size_left"] + 1
+    assert kwargs["window_size_right"] == (0 if window else -1)
+    for index, length in enumerate(seqused_k.tolist()):
+        first, last = int(starts[index]), int(starts[index + 1])
+        assert 0 <= last - first <= max_queries and length <= max_keys
         for query in range(first, last):
-            end = length - int(last - query) + 1 if is_causal else length
-            begin = max(0, end - plan.window) if plan.window != -1 else 0
+            end = length - (last - query) + 1
+            own = slice(int(slots[index]) + (max(0, end - window) if window else 0), int(slots[index]) + max(end, 0))
             for head in range(queries.shape[1]):
                 kv_head = head // (queries.shape[1] // keys.shape[1])
-                seen_keys, seen_values = (states[own][begin : max(end, 0), kv_head] for states in (keys, values))
-                weights = (seen_keys @ queries[query, head] * scaling).softmax(0)
-                out[query, head] = weights @ seen_values
-    return out
+                weights = (keys[own, kv_head] @ queries[query, head] * kwargs["scale"]).softmax(0)
+                out[query, head] = weights @ values[own, kv_head]
+    return (out,)
 
 
 @pytest.mark.parametrize("rule", [causal_mask_function, sliding_window_causal_mask_function(3)])
-@pytest.mark.parametrize("counts", [(3, 0, 3, 2), (3, 0, 1, 2), (1, 0, 1, 1)])
-def test_sequences_for_the_flash_kernel(counts, rule, monkeypatch):
-    monkeypatch.setattr(module, "_flash_serves", lambda *args: True)
-    monkeypatch.setattr(module, "_flash_forward", flash_forward)
+@pytest.mark.parametrize("counts", [(3, 0, 1, 2), (1, 0, 1, 1)])
+def test_what_the_flash_kernel_is_told(counts, rule, monkeypatch):
+    monkeypatch.setattr(module, "_path", lambda *args: module._flash)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
     generator = torch.Generator().manual_seed(1)
     packing = Packing.of(torch.tensor(counts), torch.tensor(FIRST), sum(counts) + 1, max_count=4, max_length=LENGTH)
-    cache = RaggedCache(len(counts), LENGTH, LENGTH, block_size=1)
-    layer = RaggedLayer(cache)
-    states = torch.randn(2, 1, KV_HEADS, len(counts) * LENGTH, WIDTH, generator=generator)
-    cache.slots = torch.arange(len(counts) * LENGTH)
-    keys, values = layer.update(*states)
-    assert keys.shape == states[0].shape and torch.equal(values, states[1])
+    keys, values = torch.randn(2, 1, KV_HEADS, len(counts) * LENGTH, WIDTH, generator=generator)
     query = torch.randn(1, packing.num_tokens, HEADS, WIDTH, generator=generator).transpose(1, 2)
     with packed_as(PackedForward(packing, LENGTH)):
         mask = ragged_mask(mask_function=rule, local_size=3)
         out, _ = ragged_attention(nn.Identity(), query, keys, values, mask, scaling=0.3)
-    plan = mask._plans[torch.device("cpu")]
-    assert (plan.by_token is not None) == (
-        rule is causal_mask_function and sum(counts) + 1 < len(counts) * HEADS // KV_HEADS
-    )
     for token in range(sum(counts)):
         expected = naive_attention(
             query[0, :, token], keys, values, int(packing.rows[token]), int(packing.positions[token]), rule, 0.3, None,
@@ -113,6 +106,17 @@ def test_sequences_for_the_flash_kernel(counts, rule, monkeypatch):
         )  # fmt: skip
         torch.testing.assert_close(out[0, token], expected, atol=1e-5, rtol=1e-4)
     assert not out[0, sum(counts) :].any()
+
+
+@pytest.mark.parametrize("local_size", [2, 3, 8])
+def test_a_window_is_told_from_a_chunk(local_size):
+    packing = Packing.fitting(torch.tensor([1]), torch.tensor([0]))
+    sliding = sliding_window_causal_mask_function(local_size)
+    chunked = chunked_causal_mask_function(local_size, torch.tensor([0]))
+    assert RaggedMask(packing, 1, causal_mask_function).window == -1
+    assert RaggedMask(packing, 1, sliding, local_size).window == local_size
+    assert RaggedMask(packing, 1, chunked, local_size).window is None
+    assert RaggedMask(packing, 1, sliding).window is None
 
 
 def test_what_it_would_have_to_ignore_is_refused():

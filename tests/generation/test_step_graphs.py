@@ -1,6 +1,7 @@
 """Steps of fixed shapes, kept from call to call. A stand-in for the CUDA graph runs the captured function itself, so
 that everything but the capture is tested without a GPU: shapes, filler, ended rows, reuse and what invalidates it."""
 
+import contextlib
 import gc
 import weakref
 
@@ -66,6 +67,15 @@ class Operations(TorchDispatchMode):
                 self._inside[leaf.untyped_storage().data_ptr()] = leaf
         self.shapes.append((name, getattr(result, "shape", None)))
         return result
+
+
+class Unwatched(contextlib.nullcontext):
+    """In the place of [`Operations`]: the compiler does not work under it."""
+
+    shapes = outside = ()
+
+    def __enter__(self):
+        return self
 
 
 class ToldAtOnce:
@@ -203,6 +213,24 @@ def test_what_makes_another_step():
     target.generation_config.disable_compile = True
     assert graphs() == 0
     target.generation_config.disable_compile = False
+
+
+def test_compiled_layers_and_functions_change_nothing(monkeypatch):
+    monkeypatch.setattr(step_cache, "_uncompiled", weakref.WeakSet())
+    monkeypatch.setitem(globals(), "Operations", Unwatched)
+    target = kit.tiny(num_hidden_layers=3)
+    assistant = kit.near(target)
+    before = [sorted(vars(layer)) for layer in target.model.layers]
+    for lengths, capacity in (((3, 7, 12), 9), ((4, 9), 4), ((5, 1, 2, 4), 12)):
+        batch = kit.ragged(lengths)
+        out = kit.speculate(target, batch, assistant, capacity, 3)
+        assert torch.equal(out.sequences, kit.plain(target, batch))
+    assert target not in step_cache._uncompiled and len(RunsAgain.made) == 3
+    # Few compilations serve all layers of target and assistant and any number of tokens: one for each of the numbers
+    # that the compiler thinks special.
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(type(target.model.layers[0]).forward.__code__)
+    assert 1 <= len(entries) <= 3
+    assert [sorted(vars(layer)) for layer in target.model.layers] == before
 
 
 class EndsAfter(StoppingCriteria):

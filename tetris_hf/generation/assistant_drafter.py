@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .drafting import Draft, Drafter, Verification
 from .fingerprint import of_model
+from .fusing import fused
 from .model_support import check_model, check_vocabularies, rope_limit
 from .packed_model import PackedModel
 from .packing import Packing
@@ -103,16 +104,18 @@ class AssistantDrafter(Drafter):
             logits = self._fit(self._forward(rows, live, first, counts, most))  # (R, V)
             # A row that drafts no deeper is shown some prefix; its scores are not read.
             scores = processing(logits, live, torch.minimum(rows.length[live] + place, rows.max_length[live]))
-            distribution = (scores if self.temperature is None else scores / self.temperature).softmax(-1)
+            if self.temperature is not None:
+                scores = scores / self.temperature
             if q is None:
-                probability, drawn = distribution.max(-1)
+                probability, drawn = _most_probable(scores)
                 expectation = probability
             else:
+                distribution = scores.softmax(-1)
                 q[:, place] = distribution
                 drawn = sample(distribution)
                 probability, expectation = distribution.gather(1, drawn[:, None])[:, 0], distribution.amax(-1)
             tokens[:, place], probabilities[:, place], expectations[:, place] = drawn, probability, expectation
-            rows.write(live, tokens[:, : place + 1], lengths.clamp(max=place + 1))
+            rows.write(live, tokens, lengths.clamp(max=place + 1))
         self._cached[live] = torch.where(lengths > 0, text_length + lengths - 1, self._cached[live])
         return Draft(tokens, lengths, probabilities, expectations, q)
 
@@ -152,3 +155,10 @@ class AssistantDrafter(Drafter):
 
     def end(self) -> None:
         self._packed = None
+
+
+@fused
+def _most_probable(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probability and index of the most probable token at each place of `(R, V)`."""
+    highest, token = scores.max(-1)
+    return (highest - scores.logsumexp(-1)).exp(), token

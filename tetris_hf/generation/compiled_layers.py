@@ -86,7 +86,7 @@ def _forward(layer: nn.Module, settings: dict[str, Any]) -> Any:
         if isinstance(argument, RaggedCache):
             return argument.layers[index]
         if isinstance(argument, RaggedMask):
-            return argument.plan(argument.packing.rows.device, current_forward())
+            return argument.plan(argument.packing.rows.device, for_any_rule=current_forward().any_rule)
         return argument
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -125,9 +125,7 @@ class PackedModel:
         self.compiles = self.captures = False
         self.compile_config: Any = None
         self._graphs: dict[tuple[int, bool], CudaGraph[PackedOutput]] = {}
-        self._checked = False
-        # What a first forward shows of the layers: see [`PackedForward`].
-        self._layer_needs: tuple[bool, tuple[int, int] | None] = (False, None)
+        self._checked = self._any_rule = False
         self._cache_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._device = model.get_input_embeddings().weight.device
@@ -181,13 +179,13 @@ class PackedModel:
             model_kwargs["logits_to_keep"] = keep.to(self._device)
         if self.keep_all_hidden_states:
             model_kwargs["output_hidden_states"] = True
-        forward = PackedForward(packing, self.cache.length, *self._layer_needs)
+        forward = PackedForward(packing, self.cache.length, self._any_rule)
         with packed_as(forward), self._last_hidden_states() as hidden_states:
             outputs = self.model(**model_kwargs)
             logits = outputs.logits[0]
         if not self._checked:
             self._check(forward)
-            self._checked, self._layer_needs = True, (forward.needs_allowed, forward.heads)
+            self._checked, self._any_rule = True, forward.any_rule
         hidden = hidden_states[-1][0] if hidden_states else None
         if keep is not None and not self._keeps_logits:
             logits = logits[keep.to(logits.device)]

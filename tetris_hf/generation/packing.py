@@ -10,6 +10,8 @@ from functools import cached_property
 
 import torch
 
+from .fusing import fused
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -55,24 +57,8 @@ class Packing:
             max_count (`int`): An upper bound of `counts`.
             max_length (`int`): An upper bound of all positions + 1.
         """
-        ends = counts.cumsum(0)
-        starts = ends - counts
-        index = torch.arange(num_tokens, device=counts.device)
-        row = torch.searchsorted(ends, index, right=True)  # (T,) number of rows that end at or before the token
-        filler = row >= counts.shape[0]
-        row = row.clamp_(max=counts.shape[0] - 1)
-        offsets = index - starts[row]
-        positions = first_positions[row] + offsets
-        return cls(
-            counts=counts,
-            lengths=(first_positions + counts) * (counts > 0),
-            starts=starts,
-            rows=row.masked_fill(filler, -1),
-            offsets=offsets.masked_fill(filler, 0),
-            positions=positions.masked_fill(filler, -1),
-            max_count=max_count,
-            max_length=max_length,
-        )
+        lengths, starts, rows, offsets, positions = _lay_out(counts, first_positions, num_tokens)
+        return cls(counts, lengths, starts, rows, offsets, positions, max_count, max_length)
 
     @classmethod
     def fitting(cls, counts: torch.Tensor, first_positions: torch.Tensor) -> Packing:
@@ -116,3 +102,23 @@ class Packing:
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
         """`(N, max_count, ...)` back to `(T, ...)`."""
         return padded.flatten(0, 1)[self.packed_index]
+
+
+@fused
+def _lay_out(counts: torch.Tensor, first_positions: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
+    """Lengths, starts, rows, offsets and positions of [`Packing.of`]."""
+    ends = counts.cumsum(0)
+    starts = ends - counts
+    index = torch.arange(num_tokens, device=counts.device)
+    row = torch.searchsorted(ends, index, right=True)  # (T,) number of rows that end at or before the token
+    filler = row >= counts.shape[0]
+    row = row.clamp(max=counts.shape[0] - 1)
+    offsets = index - starts[row]
+    positions = first_positions[row] + offsets
+    return (
+        (first_positions + counts) * (counts > 0),
+        starts,
+        row.masked_fill(filler, -1),
+        offsets.masked_fill(filler, 0),
+        positions.masked_fill(filler, -1),
+    )

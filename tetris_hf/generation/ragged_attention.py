@@ -6,13 +6,15 @@ Knows queries, keys, values and what each token may see. Does not know models: t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.masking_utils import causal_mask_function
 
-from .ragged_mask import AttentionPlan, FlashSequences, RaggedMask, current_forward
+from .ragged_kernel import MAX_TILE, attend_rows, kernel_serves
+from .ragged_mask import AttentionPlan, RaggedMask, current_forward
 
 
 # What models hand to an attention function without any effect on its result here: what it says is in the mask already
@@ -40,8 +42,8 @@ def ragged_attention(
     """
     The attention interface: each packed token attends within its own row of the cache.
 
-    Keys and values are read where they lie, by the flash kernel in half precision on CUDA, else by torch's fused
-    attention, for which the queries alone are padded to a rectangle.
+    Keys and values are read where they lie: in half precision on CUDA by our kernel or the flash kernel, else by
+    torch's fused attention, for which the queries alone are padded to a rectangle.
 
     Args:
         module (`nn.Module`): The attention layer.
@@ -67,103 +69,112 @@ def ragged_attention(
         raise NotImplementedError(f"{type(module).__name__} asks its attention for `{name}`, which is not served.")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, AttentionPlan):  # a compiled layer, which sees its own kernels only
-        plan, by_row, by_token = attention_mask, attention_mask.by_row, attention_mask.by_token
-        tokens = (
-            (None, None, None) if by_token is None else (by_token.query_starts, by_token.key_starts, by_token.lengths)
-        )
-        tensors = plan.padded_index, plan.packed_index, by_row.query_starts, by_row.key_starts, by_row.lengths, *tokens
-        sizes = plan.num_rows, plan.max_length, plan.window
-        return attend(query, key, value, *tensors, plan.allowed, *sizes, scaling, softcap, s_aux), None
+        plan = attention_mask
+        tensors = plan.starts, plan.slots, plan.lengths, plan.padded_index, plan.packed_index, plan.allowed
+        sizes = plan.num_rows, plan.max_count, plan.max_length, plan.window
+        return attend(query, key, value, *tensors, *sizes, scaling, softcap, s_aux), None
     forward = current_forward()
     forward.num_attended += 1
-    forward.heads = forward.heads or (key.shape[1], query.shape[1] // key.shape[1])
     if attention_mask is None:
         attention_mask = RaggedMask(forward.packing, forward.row_length, causal_mask_function)
-    flash = _flash_serves(query, value, attention_mask.window, softcap, s_aux)
-    forward.needs_allowed |= not flash
-    plan = attention_mask.plan(query.device, forward)
-    if flash:
-        return _flash(query, key, value, plan, scaling), None
-    return _general(query, key, value, plan, scaling, softcap, s_aux), None
+    plan = attention_mask.plan(query.device)
+    if _path(query, key, value, plan, softcap, s_aux) is _general:
+        forward.any_rule = True
+        plan = attention_mask.plan(query.device, for_any_rule=True)
+    return _attend(query, key, value, plan, scaling, softcap, s_aux), None
 
 
-def _flash_serves(
+def _attend(
     query: torch.Tensor,
+    key: torch.Tensor,
     value: torch.Tensor,
-    window: int | None,
+    plan: AttentionPlan,
+    scaling: float,
     softcap: float | None,
     s_aux: torch.Tensor | None,
-) -> bool:
-    """Whether torch's flash kernel computes this layer's attention."""
-    width = query.shape[-1]
-    return (
+) -> torch.Tensor:
+    return _path(query, key, value, plan, softcap, s_aux)(query, key, value, plan, scaling, softcap, s_aux)
+
+
+def _path(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: AttentionPlan,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> Callable[..., torch.Tensor]:
+    """
+    Who computes: our kernel where rows have few tokens, as in every step, the flash kernel where they have many, as
+    in a prefill, our kernel again where flash does not serve, torch's fused attention for the rest.
+    """
+    tile = plan.max_count * (query.shape[1] // key.shape[1])
+    width = query.shape[3]
+    serves = kernel_serves(query, value, plan.window)
+    if serves and tile <= MAX_TILE:
+        return _kernel
+    if (
         query.device.type == "cuda"
         and torch.version.hip is None
         and query.dtype in (torch.float16, torch.bfloat16)
-        and width == value.shape[-1]
+        and width == value.shape[3]
         and width % 8 == 0
         and width <= 256
-        and window is not None
+        and plan.window is not None
         and softcap is None
         and s_aux is None
-    )
+    ):
+        return _flash
+    return _kernel if serves else _general
+
+
+def _kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: AttentionPlan,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    assert plan.window is not None
+    sizes = plan.num_rows, plan.max_count, plan.window
+    return attend_rows(query, key, value, plan.starts, plan.lengths, *sizes, scaling, softcap, s_aux)
 
 
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scaling: float
-) -> torch.Tensor:
-    """
-    The flash kernel over sequences of unequal length (`torch.nn.attention.varlen` is the same kernel with fewer
-    arguments before torch 2.13). It aligns a row's queries with the end of its keys, which is where they are.
-    """
-    key_heads, width = key.shape[1], key.shape[3]
-    group = query.shape[1] // key_heads
-    by_token, queries = plan.by_token, query[0].transpose(0, 1)  # (T, heads, width)
-    if by_token is not None and by_token.lengths.shape[0] == len(queries) * key_heads and _head_major(key, value):
-        slots = key_heads * (key.shape[2] + 1) - 1
-        keys, values = (states.as_strided((slots, 1, width), (width, width, 1)) for states in (key, value))
-        attended = _flash_forward(queries.reshape(-1, 1, width), keys, values, by_token, group, plan, False, scaling)
-    else:
-        keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # (N * L, key_heads, width)
-        attended = _flash_forward(queries, keys, values, plan.by_row, len(queries), plan, True, scaling)
-    return attended.view(1, *queries.shape)  # (1, T, heads, v_width)
-
-
-def _head_major(*cached: torch.Tensor) -> bool:
-    """Whether these are views of a [`RaggedCache`], one key head's slots after another's, and nothing made of them."""
-    return all(
-        states.stride()[1:] == ((states.shape[2] + 1) * states.shape[3], states.shape[3], 1) for states in cached
-    )
-
-
-def _flash_forward(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sequences: FlashSequences,
-    max_queries: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     plan: AttentionPlan,
-    is_causal: bool,
     scaling: float,
+    softcap: None = None,
+    s_aux: None = None,
 ) -> torch.Tensor:
-    """Tensors of shape `(tokens, heads, width)`; the result is like `queries`. A sequence without keys gets 0."""
-    window = plan.window if plan.window is not None else -1
-    return torch.ops.aten._flash_attention_forward(
+    """
+    The flash kernel over rows of unequal length (`torch.nn.attention.varlen` is the same kernel with fewer arguments
+    before torch 2.13). It aligns a row's queries with the end of its keys, which is where they are. The filler is a
+    row without keys, whose result is 0.
+    """
+    queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))  # (tokens, heads, width)
+    window = (-1, -1) if plan.window == -1 else (plan.window - 1, 0)  # type: ignore[operator]
+    attended = torch.ops.aten._flash_attention_forward(
         queries,
         keys,
         values,
-        sequences.query_starts,
-        sequences.key_starts,
-        max_queries,
+        plan.starts,
+        plan.slots,
+        len(queries),
         plan.max_length,
         0.0,
-        is_causal,
+        True,
         False,
         scale=scaling,
-        window_size_left=-1 if window == -1 else window - 1,
-        window_size_right=-1 if window == -1 else 0,
-        seqused_k=sequences.lengths,
+        window_size_left=window[0],
+        window_size_right=window[1],
+        seqused_k=plan.lengths,
     )[0]
+    return attended.unsqueeze(0)  # (1, T, heads, v_width)
 
 
 def _general(
@@ -176,7 +187,7 @@ def _general(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """Any rule, any width, any precision, any device: queries padded to a rectangle, keys and values as views."""
-    assert plan.allowed is not None
+    assert plan.padded_index is not None and plan.packed_index is not None and plan.allowed is not None
     padded_query = query[0].transpose(0, 1)[plan.padded_index].transpose(1, 2)  # (N, heads, max_count, width)
     keys, values = (  # (N, kv_heads, max_length, width), views
         states[0].unflatten(1, (plan.num_rows, -1))[:, :, : plan.max_length].transpose(0, 1) for states in (key, value)
@@ -231,16 +242,14 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    padded_index: torch.Tensor,
-    packed_index: torch.Tensor,
-    row_query_starts: torch.Tensor,
-    row_key_starts: torch.Tensor,
-    row_lengths: torch.Tensor,
-    token_query_starts: torch.Tensor | None,
-    token_key_starts: torch.Tensor | None,
-    token_lengths: torch.Tensor | None,
+    starts: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    padded_index: torch.Tensor | None,
+    packed_index: torch.Tensor | None,
     allowed: torch.Tensor | None,
     num_rows: int,
+    max_count: int,
     max_length: int,
     window: int | None,
     scaling: float,
@@ -248,14 +257,9 @@ def attend(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """[`ragged_attention`] as one operation that a compiler does not look into; a plan's fields are arguments."""
-    by_row = FlashSequences(row_query_starts, row_key_starts, row_lengths)
-    by_token = None
-    if token_query_starts is not None and token_key_starts is not None and token_lengths is not None:
-        by_token = FlashSequences(token_query_starts, token_key_starts, token_lengths)
-    plan = AttentionPlan(num_rows, max_length, window, padded_index, packed_index, by_row, by_token, allowed)
-    if _flash_serves(query, value, window, softcap, s_aux):
-        return _flash(query, key, value, plan, scaling)
-    return _general(query, key, value, plan, scaling, softcap, s_aux)
+    sizes = num_rows, max_count, max_length, window
+    plan = AttentionPlan(*sizes, starts, slots, lengths, padded_index, packed_index, allowed)
+    return _attend(query, key, value, plan, scaling, softcap, s_aux)
 
 
 @attend.register_fake

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .fusing import fused
+
 
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer, `num_slots` slots and one spare slot that swallows what must not be kept."""
@@ -46,9 +48,8 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots = self.cache.slots.to(key_states.device)
-        # A compiler would turn the writes into copies of the whole cache, unless it cannot look into them.
-        write = write_operation if torch.compiler.is_compiling() else _write
-        write(self.keys, self.values, slots, key_states, value_states)
+        for stored, states in ((self.keys, key_states), (self.values, value_states)):
+            stored.index_copy_(1, slots, states[0].to(stored.dtype))
         return self.keys[None, :, :-1], self.values[None, :, :-1]  # (1, heads, N * L, width)
 
     def grow(self, num_rows: int, old_length: int, new_length: int) -> None:
@@ -77,27 +78,6 @@ class RaggedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.is_initialized = False
-
-
-def _write(
-    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
-) -> None:
-    """
-    Args:
-        keys (`torch.Tensor` of shape `(heads, N * L + 1, width)`): What is kept, written to.
-        values (`torch.Tensor` of shape `(heads, N * L + 1, v_width)`): What is kept, written to.
-        slots (`torch.LongTensor` of shape `(T,)`): Where to.
-        key_states (`torch.Tensor` of shape `(1, heads, T, width)`): New keys.
-        value_states (`torch.Tensor` of shape `(1, heads, T, v_width)`): New values.
-    """
-    for stored, states in ((keys, key_states), (values, value_states)):
-        stored.index_copy_(1, slots, states[0].to(stored.dtype))
-
-
-write_operation = torch.library.custom_op(
-    f"{__name__.replace('.', '_')}::write", _write, mutates_args=("keys", "values")
-)
-write_operation.register_fake(lambda keys, values, slots, key_states, value_states: None)
 
 
 class RaggedCache(Cache):
@@ -160,8 +140,7 @@ class RaggedCache(Cache):
         Returns:
             `torch.LongTensor` of shape `(T,)`.
         """
-        inside = (positions >= 0) & (positions < self.length)
-        return torch.where(inside, rows * self.length + positions, self.num_slots)
+        return _slots(rows, positions, self.num_rows, self.length)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -186,3 +165,9 @@ class RaggedCache(Cache):
             if layer.is_initialized
             for stored in (layer.keys, layer.values)
         )
+
+
+@fused
+def _slots(rows: torch.Tensor, positions: torch.Tensor, num_rows: int, length: int) -> torch.Tensor:
+    inside = (positions >= 0) & (positions < length)
+    return torch.where(inside, rows * length + positions, num_rows * length)

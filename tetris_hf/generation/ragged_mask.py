@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from .fusing import fused
 from .packing import Packing
-
-
-MAX_SEQUENCES = 65535  # of one launch of the flash kernel
 
 
 @dataclass
@@ -28,16 +26,14 @@ class PackedForward:
     Attributes:
         packing (`Packing`): Rows and positions of the tokens.
         row_length (`int`): L, slots of each row in the cache.
-        needs_allowed (`bool`): Whether some attention layer reads [`RaggedMask.allowed`], as far as is known.
-        heads (`tuple[int, int]`, *optional*): Key heads and query heads to each, as far as is known.
+        any_rule (`bool`): Whether some attention layer reads [`RaggedMask.allowed`], as far as is known.
         masks (`list[RaggedMask]`): Mask rules that the model asked for.
         num_attended (`int`): Attention layers that came here.
     """
 
     packing: Packing
     row_length: int
-    needs_allowed: bool = False
-    heads: tuple[int, int] | None = None
+    any_rule: bool = False
     masks: list[RaggedMask] = field(default_factory=list)
     num_attended: int = 0
 
@@ -61,22 +57,6 @@ def current_forward() -> PackedForward:
 
 
 @dataclass
-class FlashSequences:
-    """
-    How the flash kernel is to cut queries and keys into S sequences.
-
-    Attributes:
-        query_starts (`torch.IntTensor` of shape `(S + 1,)`): Where each one's queries start; then where the last ends.
-        key_starts (`torch.IntTensor` of shape `(S + 1,)`): Where each one's keys start; the last entry is not read.
-        lengths (`torch.IntTensor` of shape `(S,)`): Keys of each.
-    """
-
-    query_starts: torch.Tensor
-    key_starts: torch.Tensor
-    lengths: torch.Tensor
-
-
-@dataclass
 class AttentionPlan:
     """
     What an attention layer needs to know besides its own states, as plain tensors and numbers: a layer that is
@@ -84,23 +64,27 @@ class AttentionPlan:
 
     Attributes:
         num_rows (`int`): N.
+        max_count (`int`): An upper bound of the packed tokens of a row.
         max_length (`int`): An upper bound of a row's length.
-        window (`int`, *optional*):
-            -1 if the rule is causal, w if a token sees itself and the w - 1 before it, `None` for any other rule.
-        padded_index (`torch.LongTensor` of shape `(N, max_count)`): See [`Packing.padded_index`].
-        packed_index (`torch.LongTensor` of shape `(T,)`): See [`Packing.packed_index`].
-        by_row (`FlashSequences`): N sequences, one for each row, and one without keys for the filler.
-        by_token (`FlashSequences`, *optional*): See [`RaggedMask.by_token`].
+        window (`int`, *optional*): See [`RaggedMask.window`].
+        starts (`torch.IntTensor` of shape `(N + 2,)`):
+            Packed index of each row's first token; then of the filler's, as if it were one more row; then T.
+        slots (`torch.IntTensor` of shape `(N + 2,)`): First slot of each row; the filler has none.
+        lengths (`torch.IntTensor` of shape `(N + 1,)`): Slots of each row in use; 0 for the filler.
+        padded_index (`torch.LongTensor` of shape `(N, max_count)`, *optional*): See [`Packing.padded_index`].
+        packed_index (`torch.LongTensor` of shape `(T,)`, *optional*): See [`Packing.packed_index`].
         allowed (`torch.BoolTensor` of shape `(N, 1, max_count, max_length)`, *optional*): See [`RaggedMask.allowed`].
     """
 
     num_rows: int
+    max_count: int
     max_length: int
     window: int | None
-    padded_index: torch.Tensor
-    packed_index: torch.Tensor
-    by_row: FlashSequences
-    by_token: FlashSequences | None = None
+    starts: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    padded_index: torch.Tensor | None = None
+    packed_index: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
 
 
@@ -158,54 +142,23 @@ class RaggedMask:
         sliding = (keys <= queries) & (keys > queries - size)
         return size if torch.equal(self.mask_function(zero, zero, queries, keys), sliding) else None
 
-    def plan(self, device: torch.device, forward: PackedForward) -> AttentionPlan:
-        """What attention layers on `device` need. What can be large is made only if `forward` knows of a need."""
+    def plan(self, device: torch.device, for_any_rule: bool = False) -> AttentionPlan:
+        """
+        What attention layers on `device` need. The last three fields only if they are asked for: they can be large.
+        """
+        packing = self.packing
         if device not in self._plans:
-            self._plans[device] = AttentionPlan(
-                num_rows=self.packing.num_rows,
-                max_length=self.packing.max_length,
-                window=self.window,
-                padded_index=self.packing.padded_index.to(device),
-                packed_index=self.packing.packed_index.to(device),
-                by_row=self.by_row(device),
-                by_token=self.by_token(device, *forward.heads) if forward.heads is not None else None,
+            starts, slots, lengths = (
+                bounds.to(device)
+                for bounds in _bounds(packing.counts, packing.lengths, packing.num_tokens, self.row_length)
             )
+            sizes = packing.num_rows, packing.max_count, packing.max_length, self.window
+            self._plans[device] = AttentionPlan(*sizes, starts, slots, lengths)
         plan = self._plans[device]
-        if forward.needs_allowed and plan.allowed is None:
+        if for_any_rule and plan.allowed is None:
+            plan.padded_index, plan.packed_index = packing.padded_index.to(device), packing.packed_index.to(device)
             plan.allowed = self.allowed().to(device)
         return plan
-
-    def by_row(self, device: torch.device) -> FlashSequences:
-        """A sequence for each row: its tokens against its slots. The filler follows, as a sequence without keys."""
-        packing = self.packing
-        rows = torch.arange(packing.num_rows + 1, device=packing.starts.device)
-        used = packing.counts.sum(0, keepdim=True)
-        query_starts = torch.cat([packing.starts, used, torch.full_like(used, packing.num_tokens)])
-        key_starts = torch.cat([rows, rows[-1:]]) * self.row_length
-        lengths = torch.nn.functional.pad(packing.lengths, (0, 1))
-        return FlashSequences(*(tensor.to(device, torch.int32) for tensor in (query_starts, key_starts, lengths)))
-
-    def by_token(self, device: torch.device, key_heads: int, group: int) -> FlashSequences | None:
-        """
-        A sequence for each token and key head: the `group` query heads that share the key head, as if they were tokens
-        side by side, against the slots that the token sees. So keys are read once for the group and not once for every
-        query head, which makes a step without drafts three times as fast where three heads share one. With many
-        tokens to a row it no longer pays, and a window cannot be told: `None`.
-        """
-        packing = self.packing
-        if (
-            self.window != -1
-            or packing.num_tokens >= packing.num_rows * group
-            or packing.num_tokens * key_heads > 65535
-        ):
-            return None
-        slots = packing.num_rows * self.row_length + 1  # of a key head
-        heads = torch.arange(key_heads, device=packing.rows.device) * slots
-        starts = packing.rows.clamp(min=0)[:, None] * self.row_length + heads  # (T, key_heads)
-        lengths = (packing.positions + 1)[:, None].expand_as(starts)
-        queries = torch.arange(starts.numel() + 1, device=starts.device) * group
-        key_starts = torch.nn.functional.pad(starts.flatten(), (0, 1))
-        return FlashSequences(*(part.to(device, torch.int32) for part in (queries, key_starts, lengths.flatten())))
 
     def allowed(self) -> torch.Tensor:
         """
@@ -225,6 +178,20 @@ class RaggedMask:
         # A row that takes no part has no position; slot 0 keeps its (unread) result finite.
         absent = packing.counts.eq(0)[:, None, None, None] & slots.eq(0)
         return (rule & written) | absent
+
+
+@fused
+def _bounds(
+    counts: torch.Tensor, lengths: torch.Tensor, num_tokens: int, row_length: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`starts`, `slots` and `lengths` of an [`AttentionPlan`]."""
+    ends = counts.cumsum(0)
+    rows = torch.arange(counts.shape[0] + 2, device=counts.device).clamp(max=counts.shape[0])
+    return (
+        torch.cat([ends[:1] * 0, ends, ends[:1] * 0 + num_tokens]).int(),
+        (rows * row_length).int(),
+        torch.nn.functional.pad(lengths, (0, 1)).int(),
+    )
 
 
 def ragged_mask(mask_function: Callable = causal_mask_function, **kwargs: Any) -> RaggedMask:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from .fusing import fused
+
 
 class Rows:
     """
@@ -86,7 +88,7 @@ class Rows:
             rows (`torch.LongTensor`): Rows.
             positions (`torch.LongTensor` of the same shape): Positions from 0.
         """
-        return self.tokens[rows, (self.padding[rows] + positions).clamp(0, self.width)]
+        return _read(self.tokens, self.padding, rows, positions, self.width)
 
     def write(self, rows: torch.Tensor, block: torch.Tensor, counts: torch.Tensor) -> None:
         """
@@ -97,10 +99,7 @@ class Rows:
             block (`torch.LongTensor` of shape `(R, J)`): Tokens.
             counts (`torch.LongTensor` of shape `(R,)`): How many of each.
         """
-        offsets = torch.arange(block.shape[1], device=block.device)
-        columns = self.length[rows, None] + offsets  # (R, J)
-        kept = (offsets < counts[:, None]) & (columns < self.max_length[rows, None])
-        self.tokens[rows[:, None], columns.where(kept, self.width)] = block
+        _write(self.tokens, self.length, self.max_length, rows, block, counts, self.width)
 
     def commit(self, rows: torch.Tensor, counts: torch.Tensor, finished: torch.Tensor) -> None:
         """
@@ -112,8 +111,7 @@ class Rows:
             finished (`torch.BoolTensor` of shape `(R,)`):
                 Rows that end with them, besides those that reach `max_length`.
         """
-        self.length[rows] += counts
-        self.finished[rows] |= finished | (self.length[rows] >= self.max_length[rows])
+        _commit(self.length, self.finished, self.max_length, rows, counts, finished)
 
     def shown(self, columns: int, rows: torch.Tensor) -> torch.Tensor:
         """
@@ -133,3 +131,40 @@ class Rows:
         width = int(self.length.max())
         beyond = torch.arange(width, device=self.length.device) >= self.length[:, None]
         return self.tokens[:, :width].masked_fill(beyond, self.pad_token_id)
+
+
+@fused
+def _read(
+    tokens: torch.Tensor, padding: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, width: int
+) -> torch.Tensor:
+    return tokens[rows, (padding[rows] + positions).clamp(0, width)]
+
+
+@fused
+def _write(
+    tokens: torch.Tensor,
+    length: torch.Tensor,
+    max_length: torch.Tensor,
+    rows: torch.Tensor,
+    block: torch.Tensor,
+    counts: torch.Tensor,
+    width: int,
+) -> None:
+    offsets = torch.arange(block.shape[1], device=block.device)
+    columns = length[rows, None] + offsets  # (R, J)
+    kept = (offsets < counts[:, None]) & (columns < max_length[rows, None])
+    tokens[rows[:, None], columns.where(kept, width)] = block
+
+
+@fused
+def _commit(
+    length: torch.Tensor,
+    finished: torch.Tensor,
+    max_length: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    ended: torch.Tensor,
+) -> None:
+    grown = length[rows] + counts
+    finished[rows] = finished[rows] | ended | (grown >= max_length[rows])
+    length[rows] = grown

@@ -15,6 +15,7 @@ import torch
 from .cuda_graph import CudaGraph, LateFlag, StageClock
 from .drafting import Draft, Drafter, Verification
 from .fingerprint import of_object
+from .fusing import fusing
 from .outputs import OutputRecorder
 from .packed_model import PackedModel, PackedOutput
 from .packing import Packing
@@ -150,7 +151,8 @@ class Speculation:
         rows, none = self.rows, torch.zeros_like(self.rows.padding)
         rows.restart(rows.tokens.new_full((rows.num_rows, 1), rows.pad_token_id), none, rows.width)
         self._ended, self._clock = LateFlag(), StageClock()
-        with torch.random.fork_rng([rows.tokens.device] if rows.tokens.is_cuda else []):
+        random_state = torch.random.fork_rng([rows.tokens.device] if rows.tokens.is_cuda else [])
+        with random_state, fusing(self.compiles):
             self.prefill()
             rows.finished.fill_(True)
             before = [(packed.num_forwards, packed.num_tokens) for packed in self._packed_models()]

@@ -1,0 +1,67 @@
+"""The Triton kernel against a loop over tokens, in Triton's interpreter, which needs no GPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[2]
+
+# In a process of its own: the interpreter must be switched on before Triton is imported.
+CHECK = """
+import itertools
+import torch
+from tetris_hf.generation.ragged_kernel import attend_rows
+
+def naive(query, key, value, starts, lengths, row_length, window, scaling, softcap, sinks):
+    _, heads, num_tokens, _ = query.shape
+    group = heads // key.shape[1]
+    out = torch.zeros(1, num_tokens, heads, value.shape[3])
+    for row, length in enumerate(lengths):
+        count = starts[row + 1] - starts[row]
+        for place in range(count):
+            position = length - count + place
+            first = 0 if window == -1 else max(0, position - window + 1)
+            own = slice(row * row_length + first, row * row_length + position + 1)
+            for head in range(heads):
+                logits = key[0, head // group, own] @ query[0, head, starts[row] + place] * scaling
+                logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+                if sinks is not None:
+                    logits = torch.cat([logits, sinks[head : head + 1]])
+                weights = logits.softmax(0)[: position + 1 - first]
+                out[0, starts[row] + place, head] = weights @ value[0, head // group, own]
+    return out
+
+generator = torch.Generator().manual_seed(0)
+shapes = [
+    (16, 16, 2, 3, [1, 3, 0, 2], [5, 70, 0, 130], 5),   # key heads in groups, a row that takes no part
+    (24, 16, 1, 1, [2, 2, 1, 1], [2, 9, 66, 1], 4),     # no groups, widths that differ and are no powers of 2
+    (16, 16, 1, 8, [9, 1, 4, 3], [80, 65, 64, 100], 9), # several tiles
+]
+for width, v_width, key_heads, group, counts, lengths, most in shapes:
+    starts = [0, *itertools.accumulate(counts)]
+    num_tokens, row_length = starts[-1] + 2, 140  # two of filler
+    key = torch.randn(1, key_heads, 4 * row_length, width, generator=generator)
+    value = torch.randn(1, key_heads, 4 * row_length, v_width, generator=generator)
+    query = torch.randn(1, num_tokens, key_heads * group, width, generator=generator).transpose(1, 2)
+    sinks = torch.randn(key_heads * group, generator=generator)
+    starts_tensor, lengths_tensor = (torch.tensor(x, dtype=torch.int32) for x in (starts, lengths))
+    for window, softcap, s_aux in itertools.product((-1, 4, 70), (None, 2.0), (None, sinks)):
+        out = attend_rows(
+            query, key, value, starts_tensor, lengths_tensor, 4, most, window, 0.3, softcap, s_aux
+        )
+        expected = naive(query, key, value, starts, lengths, row_length, window, 0.3, softcap, s_aux)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+print("equal")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this build of torch comes without Triton")
+def test_equals_a_loop_over_tokens():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "equal", done.stderr
