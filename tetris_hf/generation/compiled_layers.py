@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .fusing import any_size
 from .ragged_cache import RaggedCache
 from .ragged_mask import RaggedMask, current_forward
 
@@ -44,8 +45,7 @@ def compiled_layers(*models: PreTrainedModel, compile_config: Any = None) -> Ite
     elif mode := getattr(compile_config, "mode", None):
         settings["mode"] = _WITHOUT_GRAPHS.get(mode, mode)
     changed: list[nn.Module] = []
-    # Target, assistant and every change of dtype count as versions of one `forward` where they share a class.
-    with torch._dynamo.config.patch(recompile_limit=64):
+    with any_size():
         try:
             for layer in {id(layer): layer for model in models for layer in _layers(model)}.values():
                 changed.append(layer)

@@ -21,12 +21,21 @@ _fusing: ContextVar[bool] = ContextVar("fusing", default=False)
 
 
 @contextmanager
+def any_size() -> Iterator[None]:
+    """
+    Within this context, what is compiled takes tensors of almost any size. By default, two sizes that happen to be
+    equal would be taken for one, and few versions of a function would be allowed.
+    """
+    with torch._dynamo.config.patch(recompile_limit=64), torch.fx.experimental._config.patch(use_duck_shape=False):
+        yield
+
+
+@contextmanager
 def fusing(wanted: bool = True) -> Iterator[None]:
     """Within this context, functions decorated with [`fused`] run compiled."""
     token = _fusing.set(wanted)
     try:
-        # Every number of dimensions that are 1, and of sizes that are equal, counts as a version.
-        with torch._dynamo.config.patch(recompile_limit=64) if wanted else nullcontext():
+        with any_size() if wanted else nullcontext():
             yield
     finally:
         _fusing.reset(token)
