@@ -113,4 +113,5 @@ def measure(
         record[name] = None if value is None or math.isnan(value) else value
     record["acceptance"] = [None if math.isnan(a) else a for a in stats.acceptance.tolist()] if stats else None
     record["host_seconds"] = dict(stats.seconds) if stats else None
+    record["step_seconds"] = dict(stats.step_seconds) if stats else None
     return record, texts

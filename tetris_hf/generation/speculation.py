@@ -80,13 +80,15 @@ class Speculation:
         """Generate until every row has ended."""
         with self.stats.timed("prefill"):
             self._stream(self.rows.everyone, self.prefill())
+            ended = bool(self.rows.finished.all())
         if self.graph is not None:
             with self.stats.timed("replay"):
                 self._replay(self.graph)
         else:
-            while not self.rows.finished.all():
+            while not ended:
                 live = self.rows.live()
                 self._stream(live, self.step(live))
+                ended = bool(self.rows.finished.all())
         self._finish()
 
     def prefill(self) -> torch.Tensor:
