@@ -5,6 +5,7 @@ Knows streams and graphs. Does not know what the function computes.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,12 @@ def on_one_gpu(device: torch.device, *modules: nn.Module) -> bool:
     """Whether all that `modules` compute with lies on `device`, a GPU."""
     tensors = (tensor for module in modules for tensor in chain(module.parameters(), module.buffers()))
     return device.type == "cuda" and all(tensor.device == device for tensor in tensors)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 class CudaGraph(Generic[Result]):
@@ -56,7 +63,7 @@ class CudaGraph(Generic[Result]):
         collecting = gc.isenabled()
         gc.disable()  # a tensor that is freed while capturing breaks the capture
         try:
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, stream=_side_stream(self.device)):
                 self.result = function(*self.inputs)
         finally:
             if collecting:
@@ -65,7 +72,7 @@ class CudaGraph(Generic[Result]):
 
     def _settle(self, function: Callable[..., Result]) -> None:
         """Two runs; in the second, a wait for the device is an error, before it can break a capture."""
-        stream, before = torch.cuda.Stream(), torch.cuda.get_sync_debug_mode()
+        stream, before = _side_stream(self.device), torch.cuda.get_sync_debug_mode()
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):

@@ -33,7 +33,7 @@ def of_model(model: nn.Module) -> Hashable:
     )
 
 
-def settings(value: Any) -> Hashable:
+def settings(value: Any) -> tuple[Hashable, ...]:
     """Attributes that are plain values, or lists of such."""
     return tuple(
         (name, tuple(held) if isinstance(held, list | tuple) else held)

@@ -26,7 +26,8 @@ def any_size() -> Iterator[None]:
     Within this context, what is compiled takes tensors of almost any size. By default, two sizes that happen to be
     equal would be taken for one, and few versions of a function would be allowed.
     """
-    with torch._dynamo.config.patch(recompile_limit=64), torch.fx.experimental._config.patch(use_duck_shape=False):
+    own_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with torch._dynamo.config.patch(recompile_limit=64), own_sizes:
         yield
 
 

@@ -87,7 +87,7 @@ def attend_rows(
 if triton is not None:
 
     @triton.jit
-    def _attend_rows(
+    def _attend_rows(  # type: ignore[no-untyped-def]
         query, key, value, attended, starts, lengths, sinks,
         query_head_stride, query_token_stride, key_head_stride, key_slot_stride, value_head_stride, value_slot_stride,
         num_tokens, num_rows, row_length, window, scaling, softcap,

@@ -147,7 +147,7 @@ def _keep(model: PreTrainedModel, key: Hashable, speculation: Speculation) -> No
     """Put a step back, without a reference to the model that would keep it alive."""
     if any(drafting is model for drafting in (speculation.drafter.models if speculation.drafter is not None else ())):
         return _end(speculation)  # a model that drafts for itself
-    speculation.target.model = None  # type: ignore[assignment]
+    speculation.target.model = None
     speculation.streamer = None
     steps = _kept.setdefault(model, [])
     steps.append((key, speculation))
