@@ -9,6 +9,7 @@ from .generation import (
     FixedWindowSelector,
     MixedDrafter,
     PromptLookupDrafter,
+    RequestOutput,
     RowStreamer,
     RowTextStreamer,
     TetrisDecoderOnlyOutput,
@@ -18,6 +19,8 @@ from .generation import (
     Verification,
     disable,
     enable,
+    generate_batch,
+    iterate_batch,
     release_graphs,
 )
 from .models import (
@@ -47,6 +50,7 @@ __all__ = [
     "MedusaHeads",
     "MixedDrafter",
     "PromptLookupDrafter",
+    "RequestOutput",
     "RowStreamer",
     "RowTextStreamer",
     "ShallowAssistant",
@@ -58,5 +62,7 @@ __all__ = [
     "choose_layers",
     "disable",
     "enable",
+    "generate_batch",
+    "iterate_batch",
     "release_graphs",
 ]

@@ -1,9 +1,11 @@
 """Batched speculative decoding for transformers' `generate`. This folder is a Hub `custom_generate/` as it stands."""
 
 from .assistant_drafter import AssistantDrafter
+from .batch_job import RequestOutput
 from .decoding import TetrisDecoding
 from .drafting import Draft, Drafter, Verification
 from .generate import disable, enable, generate
+from .generate_batch import generate_batch, iterate_batch
 from .mixed_drafter import MixedDrafter
 from .outputs import TetrisDecoderOnlyOutput
 from .prompt_lookup_drafter import PromptLookupDrafter
@@ -22,6 +24,7 @@ __all__ = [
     "FixedWindowSelector",
     "MixedDrafter",
     "PromptLookupDrafter",
+    "RequestOutput",
     "RowStreamer",
     "RowTextStreamer",
     "TetrisDecoderOnlyOutput",
@@ -32,5 +35,7 @@ __all__ = [
     "disable",
     "enable",
     "generate",
+    "generate_batch",
+    "iterate_batch",
     "release_graphs",
 ]

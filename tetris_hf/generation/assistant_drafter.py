@@ -73,8 +73,12 @@ class AssistantDrafter(Drafter):
             self._packed = PackedModel(self.model, rows.num_rows, length, self._context)
             # Tokens of each row whose keys and values the cache holds. What is committed later is fed first.
             self._cached = torch.zeros_like(rows.length)
-        self._cached.copy_(rows.text_length(rows.everyone).clamp(max=self._context))
-        self._forward(rows, rows.everyone, torch.zeros_like(self._cached), self._cached)
+
+    def admit(self, rows: Rows, live: torch.Tensor) -> None:
+        """See [`Drafter.admit`]. One forward over the new prompts."""
+        lengths = rows.text_length(live).clamp(max=self._context)
+        self._cached[live] = lengths
+        self._forward(rows, live, torch.zeros_like(lengths), lengths)
 
     def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
         """

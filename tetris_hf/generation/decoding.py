@@ -5,7 +5,8 @@ Knows what a user may ask and checks it before the first forward. Does not know 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .drafting import Drafter
 from .mixed_drafter import MixedDrafter
 from .model_support import check_length, check_model
 from .outputs import OutputRecorder, TetrisDecoderOnlyOutput
-from .packed_model import PackedModel, packed_attention
+from .packed_model import PackedModel, has_room, packed_attention
 from .processing import LogitsProcessing
 from .rows import Rows
 from .selection import DraftSelector, DraftSelectorList
@@ -107,6 +108,40 @@ class TetrisDecoding:
         Raises:
             `ValueError`: If something is asked that cannot be done exactly.
         """
+        self.check(model, input_ids, logits_processor, generation_config, model_kwargs)
+        pad_token_id = _first(generation_config._pad_token_tensor)
+        padding = padding_of(input_ids, model_kwargs.get("attention_mask"), pad_token_id)
+        check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
+        max_length = generation_config.max_length
+        check_length(model, max_length - int(padding.min()))
+        fresh = self.speculation(
+            model, input_ids, padding, max_length, logits_processor, stopping_criteria, generation_config,
+            num_assistant_tokens,
+        )  # fmt: skip
+        if self.streamer is not None:
+            fresh.streamer = as_row_streamer(self.streamer, input_ids)
+        with self.prepared(fresh, generation_config) as speculation:
+            speculation.restart(fresh, input_ids, padding, max_length)
+            speculation.run()
+            stats = speculation.stats.clone()
+        if not generation_config.return_dict_in_generate:
+            return speculation.rows.sequences()
+        return speculation.recorder.finish(stats)
+
+    def check(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        """
+        Everything that can be said before the prompts are looked at.
+
+        Raises:
+            `ValueError`: If something is asked that cannot be done exactly.
+        """
         check_model(model, "model")
         check_request(input_ids, generation_config, logits_processor, model_kwargs)
         if self.drafter is not None:
@@ -114,21 +149,33 @@ class TetrisDecoding:
         if generation_config.do_sample:
             for selector in self.selectors:
                 selector.check_sampling()
-        pad_token_id = _first(generation_config._pad_token_tensor)
-        padding = padding_of(input_ids, model_kwargs.get("attention_mask"), pad_token_id)
-        check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
-        check_length(model, generation_config.max_length - int(padding.min()))
 
+    def speculation(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        padding: torch.Tensor,
+        max_length: int,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        num_assistant_tokens: int | None = None,
+    ) -> Speculation:
+        """What a batch needs, put together. Arguments as those of a call; `padding` of shape `(N,)`."""
         depth = self._depth(len(input_ids), check_depth(num_assistant_tokens), generation_config)
-        models = [model, *(self.drafter.models if self.drafter is not None else [])]
-        fixed = not generation_config.disable_compile and on_one_gpu(input_ids.device, *models)
-        max_length = generation_config.max_length
+        pad_token_id = _first(generation_config._pad_token_tensor)
+        width = -(-max_length // 128) * 128  # few widths, so that captured steps serve
+        fixed = (
+            not generation_config.disable_compile
+            and on_one_gpu(input_ids.device, *self._models(model))
+            and has_room(model, len(input_ids), width)
+        )
         rows = Rows(
             input_ids,
             padding,
             max_length,
             pad_token_id if pad_token_id is not None else 0,
-            width=-(-max_length // 128) * 128 if fixed else max_length,  # few widths, so that captured steps serve
+            width=width if fixed else max_length,
             fixed_shapes=fixed,
         )
         recorder = OutputRecorder(generation_config, rows)
@@ -140,7 +187,7 @@ class TetrisDecoding:
             keep_hidden_states=self.drafter is not None and self.drafter.needs_hidden_states,
             keep_all_hidden_states=recorder.wants_hidden_states,
         )
-        fresh = Speculation(
+        return Speculation(
             target=target,
             drafter=self.drafter,
             rows=rows,
@@ -151,13 +198,17 @@ class TetrisDecoding:
             depth=depth,
             stats=TetrisStats.zeros(rows.num_rows, depth, self.capacity, input_ids.device),
             recorder=recorder,
-            streamer=as_row_streamer(self.streamer, input_ids) if self.streamer is not None else None,
         )
-        with packed_attention(*models), prepared(fresh, generation_config.compile_config) as speculation:
-            speculation.restart(fresh, input_ids, padding, max_length)
-            speculation.run()
-            stats = speculation.stats.clone()
-        return recorder.finish(stats) if generation_config.return_dict_in_generate else speculation.rows.sequences()
+
+    @contextmanager
+    def prepared(self, fresh: Speculation, generation_config: GenerationConfig) -> Iterator[Speculation]:
+        """Within this context, models serve packed tokens, and what is given is ready to run ([`step_cache`])."""
+        with packed_attention(*self._models(fresh.target.model)):
+            with prepared(fresh, generation_config.compile_config) as speculation:
+                yield speculation
+
+    def _models(self, model: PreTrainedModel) -> list[PreTrainedModel]:
+        return [model, *(self.drafter.models if self.drafter is not None else [])]
 
     def _depth(self, num_rows: int, call: int | None, generation_config: GenerationConfig) -> int:
         """K: the call's, this object's, the assistant's, else a little deeper than an even share of the budget."""

@@ -151,13 +151,23 @@ class Drafter(ABC):
         self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing
     ) -> None:
         """
-        Start a call: the prompts and each row's first token are in `rows`.
+        Start a call, after the first forward of the target.
 
         Args:
             target (`PreTrainedModel`): The model to draft for. It may be read, not changed.
             rows (`Rows`): The batch.
             vocab_size (`int`): V, the width of the target's logits. No token at or above it may be proposed.
             processing (`LogitsProcessing`): Turns the drafter's logits into scores as the target's are turned.
+        """
+
+    def admit(self, rows: Rows, live: torch.Tensor) -> None:  # noqa: B027
+        """
+        New prompts are in `rows`, not yet followed by a token: all of them after `begin`, later those that take the
+        place of rows that have ended.
+
+        Args:
+            rows (`Rows`): The batch.
+            live (`torch.LongTensor` of shape `(R,)`): The rows with a new prompt.
         """
 
     @abstractmethod
@@ -176,7 +186,7 @@ class Drafter(ABC):
 
     def observe(self, rows: Rows, verification: Verification) -> None:  # noqa: B027
         """
-        Called after every commit, and once after `begin` for the prompts' own forward.
+        Called after every commit, and after `admit` for the prompts' own forward.
 
         Args:
             rows (`Rows`): The batch, with the new tokens committed.

@@ -70,6 +70,10 @@ class MixedDrafter(Drafter):
         for drafter in self.drafters:
             drafter.begin(target, rows, vocab_size, processing)
 
+    def admit(self, rows: Rows, live: torch.Tensor) -> None:
+        for drafter in self.drafters:
+            drafter.admit(rows, live)
+
     def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
         """See [`Drafter.propose`]. Every drafter proposes for every row."""
         self._drafts = [drafter.propose(rows, live, depth) for drafter in self.drafters]

@@ -94,8 +94,7 @@ def check_length(model: PreTrainedModel, max_text_length: int) -> None:
         raise ValueError(
             f"`model` ({type(model).__name__}) switches its rotary embeddings for all rows when one is longer than "
             f"{limit} tokens, and with prompts and `max_new_tokens` a row could have {max_text_length}. Keep them "
-            f"within "
-            "the limit, or leave out `tetris_capacity`."
+            "within the limit, or leave out `tetris_capacity`."
         )
 
 

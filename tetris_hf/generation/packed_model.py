@@ -52,6 +52,24 @@ def attention_configs(model: PreTrainedModel) -> list[Any]:
     return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
 
 
+def has_room(model: PreTrainedModel, num_rows: int, length: int) -> bool:
+    """
+    Whether keys and values of `num_rows` rows of `length` tokens leave a fifth of the free memory of the model's GPU.
+    By what usual configurations say; a model that stores less, as with latent attention, is taken for larger.
+    """
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
+    width = getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
+    size = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize * num_rows * length
+    device = model.get_input_embeddings().weight.device
+    if device.type != "cuda":
+        return True
+    free = (
+        torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    )
+    return size < 0.8 * free
+
+
 @contextmanager
 def packed_attention(*models: PreTrainedModel) -> Iterator[None]:
     """

@@ -63,6 +63,25 @@ class Rows:
         self.max_length.fill_(max_length)
         self.finished.zero_()
 
+    def admit(
+        self, rows: torch.Tensor, input_ids: torch.Tensor, lengths: torch.Tensor, max_length: torch.Tensor
+    ) -> None:
+        """
+        Put new prompts, without padding, into rows that have ended.
+
+        Args:
+            rows (`torch.LongTensor` of shape `(R,)`): Rows.
+            input_ids (`torch.LongTensor` of shape `(R, W)`): Prompts, padded on the right; W at most `width`.
+            lengths (`torch.LongTensor` of shape `(R,)`): Tokens of each prompt.
+            max_length (`torch.LongTensor` of shape `(R,)`): Columns at which each row ends, at most `width`.
+        """
+        self.tokens[rows] = self.pad_token_id
+        self.tokens[rows, : input_ids.shape[1]] = input_ids
+        self.padding[rows] = 0
+        self.length[rows] = lengths
+        self.max_length[rows] = max_length
+        self.finished[rows] = False
+
     @property
     def num_rows(self) -> int:
         return self.tokens.shape[0]

@@ -72,7 +72,7 @@ class Speculation:
     graph: CudaGraph[None] | None = None
 
     def __post_init__(self) -> None:
-        self._clock = StageClock()
+        self._clock, self._begun = StageClock(), False
         if self.capacity == 0:
             self.drafter = None
 
@@ -91,29 +91,38 @@ class Speculation:
                 ended = bool(self.rows.finished.all())
         self._finish()
 
-    def prefill(self) -> torch.Tensor:
+    def prefill(self, live: torch.Tensor | None = None) -> torch.Tensor:
         """
-        One forward over all prompts, packed; each row's first token comes from the logits of its last one.
+        One forward over new prompts, packed; each row's first token comes from the logits of its last one.
+
+        Args:
+            live (`torch.LongTensor` of shape `(R,)`, *optional*): Rows with a new prompt, by default all.
 
         Returns:
-            `torch.LongTensor` of shape `(N,)`: Tokens committed in each row.
+            `torch.LongTensor` of shape `(R,)`: Tokens committed in each of them.
         """
-        live = self.rows.everyone
-        lengths = self.rows.text_length(live)
-        packing = Packing.fitting(lengths, torch.zeros_like(lengths))
-        tokens = self.rows.read(packing.rows, packing.positions)
-        output = self.target.forward(tokens, packing, keep=packing.last)
-        scores = self.processing(output.logits, live, self.rows.length)  # (N, V)
+        rows = self.rows
+        live = rows.everyone if live is None else live
+        counts = torch.zeros_like(rows.length).index_copy_(0, live, rows.text_length(live))  # (N,)
+        packing = Packing.fitting(counts, torch.zeros_like(counts))
+        tokens = rows.read(packing.rows, packing.positions)
+        output = self.target.forward(tokens, packing, keep=packing.last[live])
+        scores = self.processing(output.logits, live, rows.length[live])  # (R, V)
         if self.drafter is not None:
-            self.drafter.begin(self.target.model, self.rows, scores.shape[1], self.processing.for_drafts())
+            if not self._begun:
+                self.drafter.begin(self.target.model, rows, scores.shape[1], self.processing.for_drafts())
+            self.drafter.admit(rows, live)
         p = self._distributions(scores)
         first = Accepted(tokens=(p if p.dim() == 1 else sample(p))[:, None], counts=torch.ones_like(live))
         none = torch.zeros_like(live)
-        seen = Verification(live, Draft.empty(live), none, none, output.hidden_states, starts=live)
+        starts = torch.arange(len(live), device=live.device)
+        seen = Verification(live, Draft.empty(live), none, none, output.hidden_states, starts)
         kept = self._commit(first, seen, output, scores)
-        for packed in self._packed_models():
-            packed.compiles, packed.captures = self.compiles, self.captures_forwards
-            packed.compile_config = self.compile_config
+        if not self._begun:
+            for packed in self._packed_models():
+                packed.compiles, packed.captures = self.compiles, self.captures_forwards
+                packed.compile_config = self.compile_config
+        self._begun = True
         return kept
 
     def step(self, live: torch.Tensor) -> torch.Tensor:
@@ -152,6 +161,7 @@ class Speculation:
         """
         rows, none = self.rows, torch.zeros_like(self.rows.padding)
         rows.restart(rows.tokens.new_full((rows.num_rows, 1), rows.pad_token_id), none, rows.width)
+        self._begun = False
         self._ended, self._clock = LateFlag(), StageClock()
         random_state = torch.random.fork_rng([rows.tokens.device] if rows.tokens.is_cuda else [])
         with random_state, fusing(self.compiles):
@@ -183,6 +193,7 @@ class Speculation:
         """
         self.rows.restart(input_ids, padding, max_length)
         self.stats.reset()
+        self._begun = False
         for packed in self._packed_models():
             packed.num_forwards = packed.num_tokens = 0
         self.recorder, self.streamer = batch.recorder, batch.streamer
@@ -210,15 +221,26 @@ class Speculation:
         for number in range(steps):
             length = rows.length.clone() if self.streamer is not None else None
             graph()
-            for packed, forwards, tokens in self._forwards:
-                packed.num_forwards += forwards
-                packed.num_tokens += tokens
+            self._count_replay()
             if length is not None:
                 self._stream(rows.everyone, rows.length - length)
             if number == min(TIMED_STEP, steps - 1):
                 self.stats.step_seconds = self._clock.seconds()
             if self._ended.seen():
                 break
+
+    def advance(self) -> None:
+        """One step of whichever rows are live, by a replay where steps are captured."""
+        if self.graph is None:
+            self.step(self.rows.live())
+        else:
+            self.graph()
+            self._count_replay()
+
+    def _count_replay(self) -> None:
+        for packed, forwards, tokens in self._forwards:
+            packed.num_forwards += forwards
+            packed.num_tokens += tokens
 
     def _finish(self) -> None:
         """Everything that waits for the last row."""

@@ -64,6 +64,11 @@ class TetrisStats:
             counts.zero_()
         self.seconds, self.step_seconds = {}, {}
 
+    def forget(self, rows: torch.Tensor) -> None:
+        """What was counted for `rows`, of shape `(R,)`: other texts take their place."""
+        for counts in (self.drafted, self.verified, self.accepted, self.bonus, self.live_steps):
+            counts[rows] = 0
+
     def clone(self) -> TetrisStats:
         """The same counts in tensors of their own."""
         tensors = ("drafted", "verified", "accepted", "bonus", "live_steps")

@@ -65,6 +65,20 @@ def check_capacity(capacity: Any, name: str = "tetris_capacity") -> int:
     return capacity
 
 
+def check_count(count: Any, name: str) -> int:
+    """
+    Args:
+        count (`int`): How many of something.
+        name (`str`): What the user calls it.
+
+    Raises:
+        `ValueError`: If it is no integer, or less than 1.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"`{name}` must be an integer of at least 1, got {count!r}.")
+    return count
+
+
 def check_depth(depth: Any, name: str = "num_assistant_tokens") -> int | None:
     """
     Args:

@@ -1,0 +1,170 @@
+"""Refilled rows: every answer is that of its prompt alone, whatever the order, the neighbours and the moment."""
+
+import random
+
+import kit
+import pytest
+import torch
+from scipy.stats import chisquare
+from test_step_graphs import DRAFTERS, stand_in  # noqa: F401  (a fixture)
+
+import tetris_hf
+from tetris_hf import TetrisDecoding, generate_batch, iterate_batch
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(2, kit.VOCABULARY) for _ in range(generator.randint(1, 14))] for _ in range(count)]
+
+
+def alone(target, ids: list[int], **settings) -> list[int]:
+    return target.generate(torch.tensor([ids]), do_sample=False, **settings)[0, len(ids) :].tolist()
+
+
+@pytest.fixture(params=["eager", "fixed shapes"])
+def shapes(request):
+    """Both ways in which a step can run."""
+    if request.param == "fixed shapes":
+        request.getfixturevalue("stand_in")
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_each_answer_is_that_of_its_prompt_alone(name, batch_size, shapes):
+    target = kit.tiny()
+    inputs = prompts(11)
+    settings = {"max_new_tokens": 12, "eos_token_id": [5, 9, 33]}
+    expected = [alone(target, ids, **settings) for ids in inputs]
+    drafter = DRAFTERS[name](target)
+    for order in (list(range(11)), random.Random(1).sample(range(11), 11)):
+        outputs = generate_batch(
+            target, [inputs[i] for i in order], drafter, 2 * batch_size, batch_size, 3, progress_bar=False,
+            do_sample=False, **settings,
+        )  # fmt: skip
+        assert [output.generated_tokens for output in outputs] == [expected[i] for i in order]
+        assert [output.prompt_ids for output in outputs] == [inputs[i] for i in order]
+        for output in outputs:
+            stopped = output.generated_tokens[-1] in settings["eos_token_id"]
+            assert output.finish_reason == ("stop" if stopped else "length") and output.error is None
+            # One token comes from the prompt, every step adds what was accepted and one more at most.
+            assert output.accepted + output.steps >= len(output.generated_tokens) - 1
+            assert output.accepted <= output.verified
+
+
+def test_lengths_of_their_own_names_and_rows_that_must_be_wider(shapes):
+    target = kit.tiny(max_position_embeddings=512)
+    inputs = [
+        {"input_ids": ids, "max_new_tokens": new, "request_id": f"r{i}"}
+        for i, (ids, new) in enumerate(zip(prompts(7), [3, 150, 1, 20, 140, 9, 2], strict=True))
+    ]
+    outputs = generate_batch(target, iter(inputs), kit.near(target), 6, 2, progress_bar=False, do_sample=False)
+    assert [output.request_id for output in outputs] == [f"r{i}" for i in range(7)]
+    for given, output in zip(inputs, outputs, strict=True):
+        assert output.generated_tokens == alone(target, given["input_ids"], max_new_tokens=given["max_new_tokens"])
+
+
+def test_what_cannot_be_served_is_an_error_and_the_others_go_on():
+    target = kit.tiny()  # 128 positions
+    good = prompts(3)
+    inputs = [good[0], [], good[1], [5] * 128, [kit.VOCABULARY], {"input_ids": [4], "max_new_tokens": 0}, {}, good[2]]
+    outputs = generate_batch(target, inputs, batch_size=2, progress_bar=False, do_sample=False, max_new_tokens=5)
+    assert [output.error is None for output in outputs] == [True, False, True, False, False, False, False, True]
+    for output, words in zip(
+        (outputs[1], outputs[3], outputs[4], outputs[5], outputs[6]),
+        ("is the prompt empty", "shorten it", "must be in [0, 63]", "at least 1", "input_ids"),
+        strict=True,
+    ):
+        assert words in output.error and output.finish_reason == "error" and not output.generated_tokens
+    (full,) = generate_batch(target, [[5] * 126], progress_bar=False, do_sample=False, max_new_tokens=5)
+    assert len(full.generated_tokens) == 2 and full.finish_reason == "length", "the context ends"
+    assert [outputs[i].generated_tokens for i in (0, 2, 7)] == [alone(target, ids, max_new_tokens=5) for ids in good]
+
+
+def test_answers_come_when_they_are_there_and_inputs_are_read_as_needed():
+    target = kit.tiny()
+    read = []
+
+    def source():
+        for index, ids in enumerate(prompts(20)):
+            read.append(index)
+            yield {"input_ids": ids, "max_new_tokens": 2 if index % 2 else 30}
+
+    answers = iterate_batch(target, source(), batch_size=4, progress_bar=False, do_sample=False)
+    place, _ = next(answers)
+    assert place % 2 == 1 and len(read) <= 8, "a short answer first, and no more read than a batch and its successors"
+    assert {place} | {place for place, _ in answers} == set(range(20))
+
+
+def test_out_of_memory_loses_nothing(monkeypatch):
+    target = kit.tiny()
+    inputs = prompts(9)
+    calls = []
+
+    def scarce(module, args):
+        calls.append(args[0].numel())
+        if calls[-1] > 5 and len(calls) > 4:  # more tokens than five rows' step
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    short = [ids[:2] for ids in inputs]
+    expected = [alone(target, ids, max_new_tokens=6) for ids in short]
+    calls.clear()
+    target.get_input_embeddings().register_forward_pre_hook(scarce)
+    monkeypatch.setattr(tetris_hf.generation.batch_job, "PREFILL_TOKENS", 4)
+    outputs = generate_batch(target, short, batch_size=8, progress_bar=False, do_sample=False, max_new_tokens=6)
+    assert [output.generated_tokens for output in outputs] == expected
+
+
+def test_answers_of_one_prompt_differ_when_sampling():
+    target = kit.tiny()
+    outputs = generate_batch(
+        target, prompts(2), kit.near(target), 6, 3, progress_bar=False, do_sample=True, num_return_sequences=4,
+        max_new_tokens=8,
+    )  # fmt: skip
+    assert len(outputs) == 8 and [output.request_id for output in outputs] == ["0"] * 4 + ["1"] * 4
+    assert len({tuple(output.generated_tokens) for output in outputs}) > 2
+    with pytest.raises(ValueError, match="`num_return_sequences` .4. needs `do_sample=True`"):
+        generate_batch(target, prompts(2), num_return_sequences=4, do_sample=False, max_new_tokens=2)
+
+
+def test_the_law_of_refilled_rows():
+    """12,000 answers of two prompts, of unequal length, with selection on: the chain's own law."""
+    table = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.4, 0.1], [0.1, 0.6, 0.2, 0.1]])
+    other = torch.tensor([[0.3, 0.3, 0.2, 0.2], [0.2, 0.2, 0.3, 0.3], [0.5, 0.1, 0.3, 0.1], [0.3, 0.3, 0.3, 0.1]])
+    torch.manual_seed(11)
+    inputs = [{"input_ids": [1 + i % 2], "max_new_tokens": 2 + i % 3} for i in range(12_000)]
+    outputs = generate_batch(
+        kit.markov(table), inputs, kit.markov(other), 200, 400, 2, progress_bar=False, do_sample=True, top_k=0
+    )
+    for prompt in (1, 2):
+        counts = torch.zeros(4, 4)
+        for output in outputs:
+            if output.prompt_ids == [prompt]:
+                first, second = output.generated_tokens[:2]
+                counts[first, second] += 1
+        expected = table[prompt][:, None] * table * counts.sum()
+        assert chisquare(counts.flatten(), expected.flatten()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"batch_size": 0}, "`batch_size` must be an integer of at least 1, got 0"),
+        ({"tetris_capacity": -1}, "`capacity` must be an integer of at least 0"),
+        ({"min_new_tokens": 3}, "Min.*LogitsProcessor is not supported by `generate_batch`"),
+        ({"num_beams": 2}, "`num_beams=2` is not supported"),
+    ],
+)
+def test_bad_settings_are_refused_before_any_forward(arguments, words):
+    target = kit.tiny()
+    with kit.counted_tokens(target) as tokens, pytest.raises(ValueError, match=words):
+        generate_batch(target, prompts(2), **{"max_new_tokens": 4, "do_sample": False, "eos_token_id": 3, **arguments})
+    assert not tokens
+
+
+def test_the_same_decoding_serves_calls_and_jobs():
+    target = kit.tiny()
+    assistant = kit.near(target)
+    generate_batch(target, prompts(3), assistant, 6, 2, progress_bar=False, do_sample=False, max_new_tokens=4)
+    decoding = TetrisDecoding(assistant, 6)
+    out = target.generate(**kit.ragged(), custom_generate=decoding, max_new_tokens=6, do_sample=False)
+    assert torch.equal(out, kit.plain(target, kit.ragged(), max_new_tokens=6))
