@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,36 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "CHANGELOG.md": "changelog.md",
 }
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add those files to the site, without the header that the Hub reads."""
     for place, name in PAGES.items():
-        if (ROOT / place).is_file():
-            text = re.sub(r"\A---\n.*?\n---\n", "", (ROOT / place).read_text(encoding="utf-8"), flags=re.DOTALL)
-            files.append(File.generated(config, name, content=text))
+        text = re.sub(r"\A---\n.*?\n---\n", "", (ROOT / place).read_text(encoding="utf-8"), flags=re.DOTALL)
+        files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links out of `docs/` to the pages made of what they name."""
-    for place, name in PAGES.items():
-        markdown = markdown.replace(f"](../{place}", f"]({name}")
-    return markdown
+    """Links go by places in the repository; those to what is no page become plain text."""
+    places = {name: place for place, name in PAGES.items()}
+    folder = posixpath.dirname(places.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
+
+    def on_site(link: re.Match[str]) -> str:
+        place = posixpath.normpath(posixpath.join(folder, link[2]))
+        name = PAGES.get(place, place.removeprefix("docs/"))
+        if place not in PAGES and not (place.startswith("docs/") and place.endswith(".md")):
+            # A link that leads nowhere stays, and fails the build.
+            return link[1] if (ROOT / place).exists() else link[0]
+        return f"[{link[1]}]({name}{link[3] or ''})"
+
+    return LINK.sub(on_site, markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Docstrings refer to names as [`name`], which is plain code on the site."""
-    return re.sub(r"\[(<code>[^<]*</code>)\](?!\()", r"\1", html)
+    """Docstrings refer to names as [`name`] and write types in backticks: both are plain code on the site."""
+    if page.file.src_uri != "reference.md":
+        return html
+    html = re.sub(r"\[(<code>[^<]*</code>)\](?!\()", r"\1", html)
+    return re.sub(r"<code>[^<]*`[^<]*</code>", lambda found: found[0].replace("`", ""), html)

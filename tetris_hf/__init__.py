@@ -1,11 +1,15 @@
 """Exact, fast, batched speculative decoding inside Hugging Face transformers."""
 
 from .generation import (
+    AcceptanceCalibration,
     AssistantDrafter,
+    ConfidenceThresholdSelector,
     Draft,
     Drafter,
     DraftSelector,
     DraftSelectorList,
+    DynamicWindowSelector,
+    EntropySelector,
     FixedWindowSelector,
     MixedDrafter,
     PromptLookupDrafter,
@@ -16,6 +20,7 @@ from .generation import (
     TetrisDecoding,
     TetrisSelector,
     TetrisStats,
+    UnionSelector,
     Verification,
     disable,
     enable,
@@ -37,11 +42,15 @@ from .models import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AcceptanceCalibration",
     "AssistantDrafter",
+    "ConfidenceThresholdSelector",
     "Draft",
     "DraftSelector",
     "DraftSelectorList",
     "Drafter",
+    "DynamicWindowSelector",
+    "EntropySelector",
     "FixedWindowSelector",
     "LayerChoice",
     "LayerSkipAssistant",
@@ -58,6 +67,7 @@ __all__ = [
     "TetrisDecoding",
     "TetrisSelector",
     "TetrisStats",
+    "UnionSelector",
     "Verification",
     "choose_layers",
     "disable",

@@ -2,6 +2,7 @@
 
 from .assistant_drafter import AssistantDrafter
 from .batch_job import RequestOutput
+from .calibration import AcceptanceCalibration
 from .decoding import TetrisDecoding
 from .drafting import Draft, Drafter, Verification
 from .generate import disable, enable, generate
@@ -10,17 +11,22 @@ from .mixed_drafter import MixedDrafter
 from .outputs import TetrisDecoderOnlyOutput
 from .prompt_lookup_drafter import PromptLookupDrafter
 from .selection import DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
+from .selectors import ConfidenceThresholdSelector, DynamicWindowSelector, EntropySelector, UnionSelector
 from .stats import TetrisStats
 from .step_cache import release_graphs
 from .streaming import RowStreamer, RowTextStreamer
 
 
 __all__ = [
+    "AcceptanceCalibration",
     "AssistantDrafter",
+    "ConfidenceThresholdSelector",
     "Draft",
     "DraftSelector",
     "DraftSelectorList",
     "Drafter",
+    "DynamicWindowSelector",
+    "EntropySelector",
     "FixedWindowSelector",
     "MixedDrafter",
     "PromptLookupDrafter",
@@ -31,6 +37,7 @@ __all__ = [
     "TetrisDecoding",
     "TetrisSelector",
     "TetrisStats",
+    "UnionSelector",
     "Verification",
     "disable",
     "enable",

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 import torch
 from transformers import PreTrainedModel
 
-from .drafting import Draft, Drafter, Verification
+from .drafting import Draft, Drafter, Verification, entropy
 from .fingerprint import of_model
 from .fusing import fused
 from .model_support import check_model, check_vocabularies, rope_limit
@@ -53,7 +53,7 @@ class AssistantDrafter(Drafter):
         return [self._packed] if self._packed is not None else []
 
     def fingerprint(self) -> Hashable:
-        return type(self), id(self.model), of_model(self.model), self.temperature
+        return type(self), id(self.model), of_model(self.model), self.temperature, self.keeps_entropies
 
     def check(self, target: PreTrainedModel) -> None:
         check_model(self.model, "assistant_model")
@@ -94,6 +94,7 @@ class AssistantDrafter(Drafter):
         probabilities = torch.zeros(len(live), depth, device=live.device)
         expectations = torch.zeros_like(probabilities)
         q = torch.zeros(len(live), depth, self._vocab_size, device=live.device) if processing.do_sample else None
+        entropies = torch.zeros_like(probabilities) if self.keeps_entropies else None
         for place in range(depth):
             if place == 0:
                 # If all drafts and the bonus token were accepted, the last draft is new to the cache as well. Two
@@ -118,10 +119,12 @@ class AssistantDrafter(Drafter):
                 q[:, place] = distribution
                 drawn = sample(distribution)
                 probability, expectation = distribution.gather(1, drawn[:, None])[:, 0], distribution.amax(-1)
+            if entropies is not None:
+                entropies[:, place] = entropy(scores)
             tokens[:, place], probabilities[:, place], expectations[:, place] = drawn, probability, expectation
             rows.write(live, tokens, lengths.clamp(max=place + 1))
         self._cached[live] = torch.where(lengths > 0, text_length + lengths - 1, self._cached[live])
-        return Draft(tokens, lengths, probabilities, expectations, q)
+        return Draft(tokens, lengths, probabilities, expectations, q, entropies)
 
     def observe(self, rows: Rows, verification: Verification) -> None:
         """The cache holds drafts; from the first one that did not become text on, it holds something else."""

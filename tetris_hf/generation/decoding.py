@@ -146,6 +146,9 @@ class TetrisDecoding:
         check_request(input_ids, generation_config, logits_processor, model_kwargs)
         if self.drafter is not None:
             self.drafter.check(model)
+            self.drafter.keeps_entropies = any(
+                getattr(selector, "needs_entropies", False) for selector in self.selectors
+            )
         if generation_config.do_sample:
             for selector in self.selectors:
                 selector.check_sampling()

@@ -33,6 +33,8 @@ class Draft:
         q (`torch.FloatTensor` of shape `(R, K, V)`, *optional*):
             The float32 distributions that the tokens were sampled from, after all draft processors. `None` if the
             tokens were not sampled: q is then one at the token.
+        entropies (`torch.FloatTensor` of shape `(R, K)`, *optional*):
+            Entropy in nats of the distribution at each place, if [`~Drafter.keeps_entropies`]; 0 for a copy.
     """
 
     tokens: torch.Tensor
@@ -40,6 +42,7 @@ class Draft:
     probabilities: torch.Tensor
     expectations: torch.Tensor
     q: torch.Tensor | None = None
+    entropies: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, live: torch.Tensor) -> Draft:
@@ -116,11 +119,13 @@ class Drafter(ABC):
         shares_rows (`bool`):
             Whether other drafters propose for the same rows, so that a row may gain more tokens in a step than this
             drafter proposed for it. [`MixedDrafter`] sets it.
+        keeps_entropies (`bool`): Whether drafts are to hold `entropies`, which a selector reads. Set for each call.
     """
 
     needs_hidden_states: bool = False
     is_capturable: bool = False
     shares_rows: bool = False
+    keeps_entropies: bool = False
 
     @property
     def models(self) -> list[PreTrainedModel]:
@@ -195,3 +200,10 @@ class Drafter(ABC):
 
     def end(self) -> None:  # noqa: B027
         """End the call, also after an error: free what it made."""
+
+
+def entropy(scores: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of the distribution that scores of shape `(..., V)` stand for. Shape `(...)`."""
+    logarithms = scores.log_softmax(-1)
+    # Where a processor has ruled a token out, its share is 0 times minus infinity.
+    return -(logarithms.exp() * logarithms.clamp(min=torch.finfo(scores.dtype).min)).sum(-1)

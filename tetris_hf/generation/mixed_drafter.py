@@ -59,7 +59,7 @@ class MixedDrafter(Drafter):
         return [packed for drafter in self.drafters for packed in drafter.packed_models]
 
     def fingerprint(self) -> Hashable:
-        return tuple(drafter.fingerprint() for drafter in self.drafters)
+        return self.keeps_entropies, *(drafter.fingerprint() for drafter in self.drafters)
 
     def check(self, target: PreTrainedModel) -> None:
         for drafter in self.drafters:
@@ -76,6 +76,8 @@ class MixedDrafter(Drafter):
 
     def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
         """See [`Drafter.propose`]. Every drafter proposes for every row."""
+        for drafter in self.drafters:
+            drafter.keeps_entropies = self.keeps_entropies
         self._drafts = [drafter.propose(rows, live, depth) for drafter in self.drafters]
         first = [pad(draft.expectations, (0, 1))[:, 0].masked_fill(draft.lengths == 0, -1.0) for draft in self._drafts]
         self._chosen = torch.stack(first).argmax(0)  # (R,)
@@ -95,7 +97,12 @@ class MixedDrafter(Drafter):
             q = pad(draft.q, (0, 0, *missing))
         elif sampled:
             q = one_hot(tokens, self._vocab_size).float()  # (R, K, V)
-        return Draft(tokens, draft.lengths, pad(draft.probabilities, missing), pad(draft.expectations, missing), q)
+        entropies = None
+        if self.keeps_entropies:
+            known = draft.entropies if draft.entropies is not None else torch.zeros_like(draft.probabilities)
+            entropies = pad(known, missing)
+        probabilities, expectations = pad(draft.probabilities, missing), pad(draft.expectations, missing)
+        return Draft(tokens, draft.lengths, probabilities, expectations, q, entropies)
 
     def observe(self, rows: Rows, verification: Verification) -> None:
         """Each drafter learns from the rows that took its proposal: elsewhere, nothing of it was verified."""
@@ -121,4 +128,7 @@ def _where(chosen: torch.Tensor, one: Draft, other: Draft) -> Draft:
         probabilities=torch.where(deep, one.probabilities, other.probabilities),
         expectations=torch.where(deep, one.expectations, other.expectations),
         q=None if one.q is None or other.q is None else torch.where(deep[:, :, None], one.q, other.q),
+        entropies=None
+        if one.entropies is None or other.entropies is None
+        else torch.where(deep, one.entropies, other.entropies),
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from transformers.utils import logging
 
+from .calibration import AcceptanceCalibration
 from .drafting import Draft, Verification
 
 
@@ -27,6 +28,7 @@ class DraftSelector(ABC):
             Whether calls and `observe` may be captured in a CUDA graph: they never wait for the device, make no shape
             depend on values and keep what they learn in the same tensors, changed in place. Rows that have ended then
             come along with a length of 0.
+        needs_entropies (`bool`): Whether drafts are to hold the entropy of the distribution at each place.
 
     Examples:
 
@@ -41,6 +43,7 @@ class DraftSelector(ABC):
     """
 
     is_capturable: bool = False
+    needs_entropies: bool = False
 
     @abstractmethod
     def __call__(self, draft: Draft, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -104,6 +107,8 @@ class TetrisSelector(DraftSelector):
             `"predictable"` judges a token by the distribution at its place, not by the token drawn: exact at every
             temperature, and the paper's own score when drafts are greedy. `"paper"` judges it by the probability of
             the very token drawn, for reproduction: when sampling, this biases the output, and a warning says so.
+        calibration ([`AcceptanceCalibration`], *optional*):
+            Turns a drafter's estimates into chances of acceptance, learned from what was accepted before.
 
     Raises:
         `ValueError`: If `score` is neither of the two.
@@ -111,13 +116,20 @@ class TetrisSelector(DraftSelector):
 
     is_capturable = True
 
-    def __init__(self, score: str = "predictable"):
+    def __init__(self, score: str = "predictable", calibration: AcceptanceCalibration | None = None):
         if score not in ("predictable", "paper"):
             raise ValueError(f'`score` must be "predictable" or "paper", got {score!r}.')
         self.score = score
+        self.calibration = calibration
 
     def __call__(self, draft: Draft, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
+        if self.calibration is not None:
+            draft = self.calibration.calibrated(draft)
         return spend(draft.prefix_scores(predictable=self.score == "predictable"), lengths, capacity)
+
+    def observe(self, verification: Verification) -> None:
+        if self.calibration is not None:
+            self.calibration.observe(verification)
 
     def check_sampling(self) -> None:
         if self.score == "paper":

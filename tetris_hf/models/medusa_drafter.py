@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..generation import Draft, Drafter, Verification
+from ..generation.drafting import entropy
 from ..generation.fingerprint import of_model
 from ..generation.processing import LogitsProcessing
 from ..generation.rows import Rows
@@ -59,7 +60,7 @@ class MedusaDrafter(Drafter):
             )
 
     def fingerprint(self) -> Hashable:
-        return type(self), id(self.heads), of_model(self.heads)
+        return type(self), id(self.heads), of_model(self.heads), self.keeps_entropies
 
     def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:
         self._lm_head = target.get_output_embeddings()
@@ -81,10 +82,12 @@ class MedusaDrafter(Drafter):
         assert self._states is not None, "`observe` comes first"
         depth = min(depth, self.heads.config.medusa_num_heads)
         logits = self.heads(self._states[live.to(self._states.device)], self._lm_head, num_heads=depth)
-        distributions = logits[..., : self._vocab_size].float().softmax(-1)  # (R, K, V)
-        probabilities, tokens = (best.to(live.device) for best in distributions.max(-1))  # (R, K)
+        scores = logits[..., : self._vocab_size].float()  # (R, K, V)
+        probabilities, tokens = (best.to(live.device) for best in scores.softmax(-1).max(-1))  # (R, K)
+        entropies = entropy(scores).to(live.device) if self.keeps_entropies else None
         # The token is a function of the distribution: its probability tells nothing that the distribution does not.
-        return Draft(tokens, rows.room(live).clamp(max=depth), probabilities, probabilities)
+        lengths = rows.room(live).clamp(max=depth)
+        return Draft(tokens, lengths, probabilities, probabilities, entropies=entropies)
 
     def end(self) -> None:
         self._states = self._lm_head = None

@@ -1,0 +1,105 @@
+"""How often a draft that looks so sure does stand: learned while decoding, by place.
+
+Knows estimates and outcomes. Does not know models; works for any drafter and needs no training beforehand.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .drafting import Draft, Verification
+
+
+class AcceptanceCalibration:
+    """
+    Turns a drafter's estimates into chances of acceptance, `sigmoid(slope * logit(estimate) + shift)`, with a slope
+    and a shift for each place that follow what was accepted (online logistic regression; begins as the identity).
+
+    The map is monotone and the same for all rows of a step, it is fed the estimates a selector may see, and it changes
+    between steps only: a selector that was exact stays exact (`docs/algorithm.md`).
+
+    Args:
+        max_depth (`int`, *optional*, defaults to 16): Places with a map of their own; deeper ones share the last.
+        rate (`float`, *optional*, defaults to 0.1): Step of the regression.
+
+    Raises:
+        `ValueError`: If `max_depth` is under 1 or `rate` is not positive.
+    """
+
+    def __init__(self, max_depth: int = 16, rate: float = 0.1):
+        if max_depth < 1:
+            raise ValueError(f"`max_depth` must be at least 1, got {max_depth}.")
+        if not rate > 0:
+            raise ValueError(f"`rate` must be positive, got {rate}.")
+        self.max_depth = max_depth
+        self.rate = rate
+        self.slope, self.shift = torch.ones(max_depth), torch.zeros(max_depth)
+
+    def __call__(self, estimates: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            estimates (`torch.FloatTensor` of shape `(R, K)`): `probabilities` or `expectations` of a [`Draft`].
+
+        Returns:
+            `torch.FloatTensor` of shape `(R, K)`: Chances.
+        """
+        places = self._places(estimates)
+        return torch.sigmoid(self.slope[places] * _logit(estimates) + self.shift[places])
+
+    def calibrated(self, draft: Draft) -> Draft:
+        """The draft with chances in the place of its estimates."""
+        return Draft(
+            draft.tokens, draft.lengths, self(draft.probabilities), self(draft.expectations), draft.q, draft.entropies
+        )
+
+    def observe(self, verification: Verification) -> None:
+        """
+        Learn from the drafts that were judged: verified, and not behind a rejected one.
+
+        Args:
+            verification ([`Verification`]): What the target said.
+        """
+        draft = verification.draft
+        if draft.depth == 0:
+            return
+        places = self._places(draft.expectations)
+        column = torch.arange(draft.depth, device=places.device)
+        accepted = torch.minimum(verification.num_accepted, verification.lengths)[:, None]  # (R, 1)
+        judged = (column < verification.lengths[:, None]) & (column <= accepted)  # (R, K)
+        logit = _logit(draft.expectations)
+        error = ((column < accepted).float() - self(draft.expectations)) * judged  # (R, K)
+        # A place that few rows reach moves by less: one draft would otherwise weigh as much as a whole batch of them.
+        count = judged.sum(0).clamp(min=8)
+        # A logit of 8 pulls 64 times as hard as one of 1: divided by its square, as Newton's step would be.
+        scale = 1 + (logit.square() * judged).sum(0) / count  # (K,)
+        self.slope.index_add_(0, places, self.rate * (error * logit).sum(0) / count / scale)
+        self.shift.index_add_(0, places, self.rate * error.sum(0) / count)
+        self.slope.clamp_(min=0.05)  # monotone
+
+    def reset(self) -> None:
+        """Back to the identity."""
+        self.slope.fill_(1.0)
+        self.shift.zero_()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What was learned, to be stored beside heads or an assistant."""
+        return {"slope": self.slope.clone(), "shift": self.shift.clone()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over what [`state_dict`] gave."""
+        for name in ("slope", "shift"):
+            if state[name].shape != getattr(self, name).shape:
+                raise ValueError(
+                    f"`{name}` has shape {tuple(state[name].shape)}, this calibration {(self.max_depth,)}: make it "
+                    f"with `max_depth={state[name].shape[0]}`."
+                )
+            getattr(self, name).copy_(state[name])
+
+    def _places(self, estimates: torch.Tensor) -> torch.Tensor:
+        if self.slope.device != estimates.device:
+            self.slope, self.shift = self.slope.to(estimates.device), self.shift.to(estimates.device)
+        return torch.arange(estimates.shape[1], device=estimates.device).clamp(max=self.max_depth - 1)
+
+
+def _logit(estimates: torch.Tensor) -> torch.Tensor:
+    return estimates.float().clamp(1e-4, 1 - 1e-4).logit()
