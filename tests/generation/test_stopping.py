@@ -12,6 +12,9 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
+import tetris_hf
+from tetris_hf import TetrisDecoding
+from tetris_hf.generation import stopping
 from tetris_hf.generation.rows import Rows
 from tetris_hf.generation.stopping import RowStopping
 
@@ -48,7 +51,8 @@ def naive_cut(tokens, stopping_tokens):
     return len(tokens), False
 
 
-def test_equals_a_loop_over_rows_and_tokens():
+def test_equals_a_loop_over_rows_and_tokens(monkeypatch):
+    monkeypatch.setattr(stopping, "_ROW_WISE", (AtToken,))
     generator = torch.Generator().manual_seed(3)
     for _ in range(200):
         lengths = torch.randint(0, 4, (4,), generator=generator)
@@ -134,3 +138,65 @@ def test_the_first_token_may_be_the_last(target, near):
         expected = kit.plain(target, kit.ragged(), eos_token_id=eos, pad_token_id=0)
         out = kit.speculate(target, kit.ragged(), near, 4, 2, eos_token_id=eos, pad_token_id=0)
         assert torch.equal(out.sequences, expected)
+
+
+class SomeRowRemembers(StoppingCriteria):
+    """
+    As lm-evaluation-harness ends a batch: remembers which rows have shown a token in their last two, padding not told
+    apart, and is true for all when every row has.
+    """
+
+    def __init__(self, rows, token):
+        self.done, self.token = [False] * rows, token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        for row, last in enumerate(input_ids[:, -2:].tolist()):
+            self.done[row] |= self.token in last
+        return all(self.done)
+
+
+class EveryThirdSighting(StoppingCriteria):
+    """Ends a row when small tokens were seen three times in it: a state of its own for each row."""
+
+    def __init__(self, rows):
+        self.seen = torch.zeros(rows, dtype=torch.long)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen += input_ids[:, -1] < 20
+        return self.seen >= 3
+
+
+@pytest.mark.parametrize("who", ["near", "same", "far"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_criteria_that_remember_or_look_at_other_rows(target, assistants, who, streamed):
+    class Gather(tetris_hf.RowStreamer):
+        def __init__(self):
+            self.rows = {}
+
+        def put_row(self, row, tokens):
+            self.rows.setdefault(row, []).extend(tokens.tolist())
+
+    cut = 0
+    for seed in range(4):
+        batch = kit.ragged(seed=seed)
+        text = kit.plain(target, batch)[:, WIDTH:]
+        # The end token is the padding token, as in tokenizers that have none.
+        eos = int(text[seed % 3, 6])
+        for make in (lambda eos=eos: SomeRowRemembers(3, eos), lambda: EveryThirdSighting(3)):
+            settings = {"eos_token_id": eos, "pad_token_id": eos, "max_new_tokens": 20}
+            expected = kit.plain(target, batch, stopping_criteria=StoppingCriteriaList([make()]), **settings)
+            gather = Gather()
+            decoding = TetrisDecoding(
+                assistants[who], 9, num_assistant_tokens=4, streamer=gather if streamed else None
+            )
+            out = target.generate(
+                **batch, do_sample=False, stopping_criteria=StoppingCriteriaList([make()]), custom_generate=decoding,
+                return_dict_in_generate=True, output_scores=True, **settings,
+            )  # fmt: skip
+            assert torch.equal(out.sequences, expected)
+            assert len(out.scores) == expected.shape[1] - WIDTH
+            cut += expected.shape[1] < WIDTH + 20
+            for row, tokens in gather.rows.items():
+                shown = expected[row, WIDTH:].tolist()
+                assert tokens == shown[: len(tokens)] and set(shown[len(tokens) :]) <= {eos}
+    assert cut

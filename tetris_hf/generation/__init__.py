@@ -8,12 +8,15 @@ from .drafting import Draft, Drafter, Verification
 from .generate import disable, enable, generate
 from .generate_batch import generate_batch, iterate_batch
 from .mixed_drafter import MixedDrafter
+from .oracle_selector import OracleSelector
 from .outputs import TetrisDecoderOnlyOutput
 from .prompt_lookup_drafter import PromptLookupDrafter
 from .selection import DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
 from .selectors import ConfidenceThresholdSelector, DynamicWindowSelector, EntropySelector, UnionSelector
+from .staircase import Staircase
 from .stats import TetrisStats
 from .step_cache import release_graphs
+from .step_history import StepHistory
 from .streaming import RowStreamer, RowTextStreamer
 
 
@@ -29,10 +32,13 @@ __all__ = [
     "EntropySelector",
     "FixedWindowSelector",
     "MixedDrafter",
+    "OracleSelector",
     "PromptLookupDrafter",
     "RequestOutput",
     "RowStreamer",
     "RowTextStreamer",
+    "Staircase",
+    "StepHistory",
     "TetrisDecoderOnlyOutput",
     "TetrisDecoding",
     "TetrisSelector",

@@ -18,7 +18,9 @@ from transformers.utils import logging
 
 from .decoding import TetrisDecoding
 from .model_support import check_length
+from .packed_model import input_device
 from .speculation import Speculation
+from .stopping import RowStopping
 
 
 logger = logging.get_logger(__name__)
@@ -88,7 +90,7 @@ class BatchJob:
         generation_config (`GenerationConfig`): As plain `generate` prepared it.
 
     Raises:
-        `ValueError`: If a processor counts from the end of the prompt.
+        `ValueError`: If a processor counts from the end of the prompt, or a criterion may look at the whole batch.
     """
 
     def __init__(
@@ -106,6 +108,12 @@ class BatchJob:
                     f"{type(processor).__name__} is not supported by `generate_batch`: it counts from the end of a "
                     "prompt, and rows have prompts of unequal length. Leave out the setting it comes from."
                 )
+        other = RowStopping(criteria, torch.device("cpu")).whole
+        if other:
+            raise ValueError(
+                f"`stopping_criteria` has {type(other[0]).__name__}, which may look at the whole batch, and rows of "
+                "`generate_batch` begin at different times. Leave it out; end tokens, lengths and stop strings work."
+            )
         self.decoding = decoding
         self.model = model
         self.batch_size = batch_size
@@ -141,7 +149,7 @@ class BatchJob:
     def _serve(self, source: Iterator[Request], width: int) -> Iterator[tuple[Request, RequestOutput]]:
         """Serve requests for as long as they fit rows of `width` columns."""
         processors, criteria, generation_config = self.prepared
-        device = self.model.get_input_embeddings().weight.device
+        device = input_device(self.model)
         prompts = torch.zeros(self.batch_size, 1, dtype=torch.long, device=device)
         padding = torch.zeros(self.batch_size, dtype=torch.long, device=device)
         arguments = self.model, prompts, padding, width, processors, criteria, generation_config

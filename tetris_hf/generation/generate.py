@@ -134,7 +134,10 @@ def _dispatch(
     """
     if isinstance(kwargs.get("custom_generate"), str):
         return plain(model, *args, **kwargs)  # a Hub folder knows its own arguments
-    capacity, selector = kwargs.pop("tetris_capacity", None), kwargs.pop("tetris_selector", None)
+    capacity, kwargs = _take(kwargs, "tetris_capacity")
+    if capacity is None:  # tools that hand on nothing but a config (TRL) put it there
+        capacity = getattr(model.generation_config, "tetris_capacity", None)
+    selector = kwargs.pop("tetris_selector", None)
     if capacity is None:
         if selector is not None:
             raise ValueError("`tetris_selector` needs a budget to spend: pass `tetris_capacity` as well.")
@@ -165,8 +168,7 @@ def _dispatch(
     if assistant is None and capacity > 0:
         raise ValueError(
             f"`tetris_capacity={capacity}` needs somebody to draft: pass `assistant_model` or "
-            f"`prompt_lookup_num_tokens`, "
-            "or `tetris_capacity=0` to decode without drafts."
+            "`prompt_lookup_num_tokens`, or `tetris_capacity=0` to decode without drafts."
         )
     decoding = TetrisDecoding(assistant, capacity, selector=selector, streamer=streamer)
     return preparing(model, **kwargs, custom_generate=decoding)

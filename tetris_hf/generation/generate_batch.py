@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .batch_job import BatchJob, Request, RequestOutput, as_request
 from .decoding import TetrisDecoding
+from .packed_model import input_device
 from .validation import check_count
 
 
@@ -139,7 +140,7 @@ def _prepared(
         prepared.extend([logits_processor, stopping_criteria, generation_config])
         return input_ids
 
-    one = torch.ones(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    one = torch.ones(1, 1, dtype=torch.long, device=input_device(model))
     asked = kwargs.pop("num_return_sequences", None)
     model.generate(one, attention_mask=one, custom_generate=keep, **kwargs)
     processors, criteria, generation_config = prepared

@@ -52,6 +52,12 @@ def check_model(model: PreTrainedModel, role: str) -> None:
                 f"{name} has `config.{setting}=False`: it attends to later tokens, so drafts cannot be verified at "
                 f"once. Load it with `{setting}=True`, or leave out `tetris_capacity`."
             )
+    if "prepare_inputs_for_generation" in vars(model):
+        raise ValueError(
+            f"{name} has a `prepare_inputs_for_generation` of its own, put there by somebody else (PEFT's prompt and "
+            "prefix tuning add virtual tokens in it), which a decoding method never meets. Leave out "
+            "`tetris_capacity`, or use an adapter on weights, like LoRA."
+        )
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     if not takes_positions or not type(model)._can_set_attn_implementation():
         raise ValueError(

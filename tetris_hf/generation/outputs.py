@@ -107,8 +107,18 @@ class OutputRecorder:
         for columns, states in zip(self._hidden_states, layers, strict=True):
             self._place(columns, row, column, states[index.to(states.device), None])
 
+    def _forget_what_was_cut(self) -> None:
+        """A row may have been cut back to a column that it had passed."""
+        rows = self.rows
+        width = int(rows.length.max()) - rows.prompt_width
+        for columns in (self._scores or [], self._logits or [], *self._hidden_states):
+            del columns[width:]
+            for index, values in enumerate(columns[1:], start=1):  # every row has a first token
+                values[(rows.length <= rows.prompt_width + index).to(values.device)] = 0
+
     def finish(self, stats: TetrisStats) -> TetrisDecoderOnlyOutput:
         """Everything in the form of plain `generate`."""
+        self._forget_what_was_cut()
         return TetrisDecoderOnlyOutput(
             sequences=self.rows.sequences(),
             scores=None if self._scores is None else tuple(self._scores),

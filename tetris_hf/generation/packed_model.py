@@ -52,6 +52,13 @@ def attention_configs(model: PreTrainedModel) -> list[Any]:
     return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where `model` takes its tokens: where its embeddings lie, or where accelerate brings them to compute."""
+    embeddings = model.get_input_embeddings()
+    brought_to = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return torch.device(brought_to) if brought_to is not None else embeddings.weight.device
+
+
 def has_room(model: PreTrainedModel, num_rows: int, length: int) -> bool:
     """
     Whether keys and values of `num_rows` rows of `length` tokens leave a fifth of the free memory of the model's GPU.
@@ -61,7 +68,7 @@ def has_room(model: PreTrainedModel, num_rows: int, length: int) -> bool:
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
     size = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize * num_rows * length
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     if device.type != "cuda":
         return True
     free = (
@@ -146,7 +153,7 @@ class PackedModel:
         self._checked = self._any_rule = False
         self._cache_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._device = model.get_input_embeddings().weight.device
+        self._device = input_device(model)
 
     def forward(
         self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None = None, recurring: bool = False

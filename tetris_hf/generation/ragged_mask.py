@@ -126,6 +126,10 @@ class RaggedMask:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __invert__ = _is_no_tensor
     __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __len__ = __getitem__ = __setitem__ = _is_no_tensor
 
+    def to(self, *args: Any, **kwargs: Any) -> RaggedMask:
+        """Itself: device hooks of accelerate move every argument of a layer, and plans are made for each device."""
+        return self
+
     @property
     def window(self) -> int | None:
         """

@@ -141,6 +141,11 @@ class Rows:
         beyond[rows] = False
         return self.prefix(columns).masked_fill(beyond, self.pad_token_id)
 
+    def cut(self, rows: torch.Tensor, column: int) -> None:
+        """End the rows of the mask `rows`, of shape `(N,)`, at `column`, which they have reached or passed."""
+        self.length.masked_fill_(rows, column)
+        self.finished |= rows
+
     def prefix(self, columns: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The first `columns` columns, padding included, as plain `generate` shows them. Shape `(R, columns)`."""
         return self.tokens[:, :columns] if rows is None else self.tokens[rows, :columns]

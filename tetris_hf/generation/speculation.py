@@ -192,6 +192,7 @@ class Speculation:
             max_length (`int`): Columns at which a row ends.
         """
         self.rows.restart(input_ids, padding, max_length)
+        self._shown = self.rows.length.clone()
         self.stats.reset()
         self._begun = False
         for packed in self._packed_models():
@@ -302,13 +303,22 @@ class Speculation:
         kept, finished = self.stopping(rows, live, accepted.tokens, counts)
         self.recorder.record(verification, kept, output, scores)
         rows.commit(live, kept, finished)
+        self.stopping.settle(rows)
         if self.drafter is not None:
             self.drafter.observe(rows, verification)
         return kept
 
     def _stream(self, live: torch.Tensor, kept: torch.Tensor) -> None:
-        if self.streamer is not None:
-            stream_new_tokens(self.streamer, self.rows, live[kept > 0], kept[kept > 0])
+        """Show the streamer what is new and certain to stay: up to the column about which all criteria were asked."""
+        if self.streamer is None:
+            return
+        rows, settled = self.rows, self.stopping.settled
+        if settled is not None:
+            until = rows.length.clamp(max=settled)
+            live, kept = rows.everyone, until - self._shown
+            self._shown = until
+        live, kept = live[kept > 0], kept[kept > 0]
+        stream_new_tokens(self.streamer, rows, live, kept, settled)
 
     def _distributions(self, scores: torch.Tensor) -> torch.Tensor:
         """float32 `(T, V)` when sampling, else `(T,)`: the token at which each is one."""

@@ -9,8 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+
+from .staircase import Staircase
 
 
 @dataclass
@@ -135,6 +138,28 @@ class TetrisStats:
     def acceptance(self) -> torch.Tensor:
         """Share of the verified tokens that were accepted, per draft position. `torch.FloatTensor` of shape `(K,)`."""
         return self.accepted.sum(0) / self.verified.sum(0)
+
+    def staircase(self) -> Staircase:
+        """How far each row was drafted, verified and accepted in its average step; printed, text for a terminal."""
+        steps = self.live_steps.clamp(min=1)
+        lengths = [(counts.sum(1) / steps).tolist() for counts in (self.drafted, self.verified, self.accepted)]
+        title = f"Average step, C = {self.capacity}: VSR {self.vsr:.3f}, TER {self.ter:.3f}"
+        return Staircase(title, list(range(len(steps))), *lengths)
+
+    def plot(self, axes: Any = None) -> Any:
+        """
+        Draw [`staircase`] with matplotlib. [`StepHistory`] keeps single steps.
+
+        Args:
+            axes (`matplotlib.axes.Axes`, *optional*): Where; by default on a new figure.
+
+        Returns:
+            `matplotlib.axes.Axes`: What was drawn on.
+
+        Raises:
+            `ImportError`: If matplotlib is missing.
+        """
+        return self.staircase().plot(axes)
 
     def __str__(self) -> str:
         stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())

@@ -13,18 +13,24 @@ from transformers.generation.stopping_criteria import (
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from .rows import Rows
 
 
+# Look at the end of each row by itself, and remember nothing.
+_ROW_WISE = (StopStringCriteria,)
+
+
 class RowStopping:
     """
-    Asks every stopping criterion at every new column, in order, for the rows that reach it, and cuts each row at the
-    first column at which one is true.
+    Asks every stopping criterion at every column, in order, and cuts each row at the first column at which one is
+    true, as plain `generate` does.
 
-    EOS is answered for all columns at once and the length limit by the rows themselves; the other criteria see the
-    batch once per distinct column, as plain `generate` would show it.
+    EOS is answered for all new columns at once, the length limit by the rows themselves, stop strings column by column
+    for the rows that reach it. Any other criterion may look at the whole batch or remember what it saw: it is asked
+    about a column when every live row has reached it (`settle`), and rows that ran ahead are cut back.
 
     Args:
         criteria (`StoppingCriteriaList`): What plain `generate` would ask.
@@ -36,11 +42,14 @@ class RowStopping:
             [criterion.eos_token_id.flatten() for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
             or [torch.empty(0, dtype=torch.long)]
         ).to(device)
-        self.others = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
+        others = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
+        self.row_wise = [criterion for criterion in others if type(criterion) in _ROW_WISE]
+        self.whole = [criterion for criterion in others if type(criterion) not in _ROW_WISE]
+        self.settled: int | None = None
 
     def fingerprint(self) -> Hashable:
         """Equal for criteria that do the same; `None` if some of them look at more than new tokens."""
-        return None if self.others else tuple(self.eos_token_ids.tolist())
+        return None if self.row_wise or self.whole else tuple(self.eos_token_ids.tolist())
 
     def __call__(
         self, rows: Rows, live: torch.Tensor, block: torch.Tensor, counts: torch.Tensor
@@ -60,15 +69,15 @@ class RowStopping:
         """
         places = torch.arange(block.shape[1], device=block.device)
         stops = torch.isin(block, self.eos_token_ids) & (places < counts[:, None])  # (R, J)
-        if self.others:
-            counts, stops = self._ask_others(rows, live, counts, stops)
+        if self.row_wise:
+            counts, stops = self._ask_by_row(rows, live, counts, stops)
         first = torch.where(stops, places + 1, block.shape[1] + 1).amin(1)  # (R,)
         return torch.minimum(counts, first), first <= counts
 
-    def _ask_others(
+    def _ask_by_row(
         self, rows: Rows, live: torch.Tensor, counts: torch.Tensor, stops: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ask the criteria that look at text or clock, column by column; a row that has stopped is not asked again."""
+        """Ask the criteria that look at a row's text, column by column; a row that has stopped is not asked again."""
         length = rows.length[live]
         going = torch.ones_like(counts, dtype=torch.bool)
         if not counts.any():
@@ -81,9 +90,33 @@ class RowStopping:
                 continue
             shown = rows.shown(column, live[asked])
             answer = torch.zeros(rows.num_rows, dtype=torch.bool, device=length.device)
-            for criterion in self.others:
+            for criterion in self.row_wise:
                 answer |= torch.as_tensor(criterion(shown, None), device=length.device)
             stopped = asked & answer[live]
             stops[stopped, place[stopped]] = True
             going &= ~(asked & stops.gather(1, place.clamp(0, stops.shape[1] - 1)[:, None])[:, 0])
         return counts, stops
+
+    def settle(self, rows: Rows) -> None:
+        """
+        Ask the criteria that may look at the whole batch about every column that all live rows have reached by now,
+        and cut back the rows for which one is true. Called after every commit.
+        """
+        if not self.whole:
+            return
+        if self.settled is None:
+            self.settled = rows.prompt_width
+        while True:
+            # A row that has ended is shown as plain `generate` shows it: padded behind its end.
+            going = ~rows.finished
+            reached = int(rows.length[going].min()) if bool(going.any()) else int(rows.length.max())
+            if self.settled >= reached:
+                return
+            self.settled += 1
+            shown = rows.prefix(self.settled)
+            behind = torch.arange(self.settled, device=shown.device) >= rows.length[:, None]
+            shown = shown.masked_fill(behind, rows.pad_token_id)  # (N, settled)
+            answer = torch.zeros_like(rows.finished)
+            for criterion in self.whole:
+                answer |= torch.as_tensor(criterion(shown, None), device=answer.device)
+            rows.cut(answer & (rows.length >= self.settled), self.settled)

@@ -112,7 +112,9 @@ def as_row_streamer(streamer: RowStreamer | BaseStreamer, input_ids: torch.Tenso
     return _OneRow(streamer)
 
 
-def stream_new_tokens(streamer: RowStreamer, rows: Rows, live: torch.Tensor, counts: torch.Tensor) -> None:
+def stream_new_tokens(
+    streamer: RowStreamer, rows: Rows, live: torch.Tensor, counts: torch.Tensor, settled: int | None = None
+) -> None:
     """
     Hand out what was just committed.
 
@@ -120,10 +122,12 @@ def stream_new_tokens(streamer: RowStreamer, rows: Rows, live: torch.Tensor, cou
         streamer ([`RowStreamer`]): Who receives it.
         rows (`Rows`): The batch, after the commit.
         live (`torch.LongTensor` of shape `(R,)`): Rows that took part.
-        counts (`torch.LongTensor` of shape `(R,)`): Tokens committed in each.
+        counts (`torch.LongTensor` of shape `(R,)`): New tokens of each.
+        settled (`int`, *optional*): Column behind which tokens may still be taken back and are not shown.
     """
     lengths, finished = rows.length[live].tolist(), rows.finished[live].tolist()
     for row, count, length, ended in zip(live.tolist(), counts.tolist(), lengths, finished, strict=True):
-        streamer.put_row(row, rows.tokens[row, length - count : length].cpu())
-        if ended:
+        until = length if settled is None else min(length, settled)
+        streamer.put_row(row, rows.tokens[row, until - count : until].cpu())
+        if ended and until == length:
             streamer.end_row(row)
