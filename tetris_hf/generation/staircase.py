@@ -83,8 +83,11 @@ class Staircase:
         for place in range(1, deepest):
             axes.axvline(place, color="white", linewidth=0.8)
         axes.set(title=self.title, xlabel="draft tokens", ylabel="row", yticks=list(places), yticklabels=self.rows)
+        axes.set_xticks(range(deepest + 1))
         axes.set_xlim(0, max(1, max(self.drafted, default=0)))
+        axes.margins(y=0)
         axes.invert_yaxis()
         axes.tick_params(axis="y", labelsize=6)
-        axes.legend(fontsize=7, loc="lower right")
+        # Below the axes: inside, it would hide rows.
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -2.2 / (2 + 0.5 * len(self.rows))), ncols=3)
         return axes
