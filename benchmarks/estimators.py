@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from demo import PROMPTS, as_chat, load  # noqa: E402
 from prompts import first_turns, padded_batches  # noqa: E402
 from scipy.stats import rankdata  # noqa: E402
+from shipped import shipped_drafter  # noqa: E402
 
 import tetris_hf  # noqa: E402
 
@@ -103,10 +104,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     transformers.utils.logging.set_verbosity_error()
 
     model, tokenizer = load(args.model, "cpu", torch.float32)
-    if args.drafter == "medusa":
-        drafter = tetris_hf.MedusaHeads.from_pretrained(ROOT / "assets" / "smollm2-135m-medusa").float()
-    else:
-        drafter = tetris_hf.ShallowAssistant.from_pretrained(ROOT / "assets" / "smollm2-135m-shallow", target=model)
+    drafter = shipped_drafter(args.drafter, model)
     texts = first_turns(args.prompts, every=args.every) if args.prompts else PROMPTS
     batches = padded_batches(tokenizer, as_chat(tokenizer, texts), args.rows, args.batches, "cpu")
     recorder = Recorder()

@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from demo import PROMPTS, as_chat, load  # noqa: E402
 from prompts import first_turns, padded_batches  # noqa: E402
+from shipped import shipped_drafter  # noqa: E402
 
 import tetris_hf  # noqa: E402
 
@@ -113,10 +114,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     transformers.utils.logging.set_verbosity_error()
 
     model, tokenizer = load(args.model, "cpu", torch.float32)
-    if args.drafter == "medusa":
-        drafter = tetris_hf.MedusaHeads.from_pretrained(ROOT / "assets" / "smollm2-135m-medusa").float()
-    else:
-        drafter = tetris_hf.ShallowAssistant.from_pretrained(ROOT / "assets" / "smollm2-135m-shallow", target=model)
+    drafter = shipped_drafter(args.drafter, model)
     tetris_hf.enable()
     texts = as_chat(tokenizer, first_turns(args.prompts, every=args.every) if args.prompts else list(PROMPTS))
     texts = long_answers(model, tokenizer, texts, args.rows * args.batches, args.max_new_tokens, args.rows)

@@ -84,7 +84,7 @@ def test_the_folder_holds_the_whole_package_folder_and_its_card(push, tmp_path):
     assert {file.name for file in code.iterdir()} == {file.name for file in source.glob("*.py")} | {"requirements.txt"}
     assert all(file.read_bytes() == (source / file.name).read_bytes() for file in code.glob("*.py"))
     card = ModelCard.load(tmp_path / "it" / "README.md")
-    assert "custom_generate" in card.data.tags and card.data.library_name == "transformers"
+    assert "custom_generate" in card.data.tags and card.data.to_dict()["library_name"] == "transformers"
     assert f'custom_generate="{tmp_path / "it"}"' in card.text and tetris_hf.__version__ in card.text
     assert not re.search(r"\{\w+\}", card.text), "a placeholder is left"
     for argument in ("tetris_capacity", "assistant_model", "num_assistant_tokens", "tetris_selector", "tetris_stats"):

@@ -20,7 +20,7 @@ from .ragged_mask import RaggedMask, current_forward
 
 
 # Attributes by which a module finds its own place in the cache.
-_INDEX_NAMES = ("layer_idx", "layer_id")
+INDEX_NAMES = ("layer_idx", "layer_id")
 # What `compile_config` may say that would put a CUDA graph around every layer, inside the one around the step.
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -70,7 +70,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 def _index(layer: nn.Module) -> int | None:
     """The layer's number in the cache."""
     for module in layer.modules():
-        for name in _INDEX_NAMES:
+        for name in INDEX_NAMES:
             if isinstance(index := getattr(module, name, None), int):
                 return index
     return None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import library, nn
 from transformers.masking_utils import causal_mask_function
 
 from .ragged_kernel import MAX_TILE, attend_rows, kernel_serves
@@ -237,7 +237,7 @@ def _with_sinks(
     return torch.matmul(weights, values.unsqueeze(2)).flatten(1, 2)  # (N, heads, max_count, v_width)
 
 
-@torch.library.custom_op(f"{__name__.replace('.', '_')}::attend", mutates_args=())
+@library.custom_op(f"{__name__.replace('.', '_')}::attend", mutates_args=())
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,

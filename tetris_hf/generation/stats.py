@@ -16,6 +16,10 @@ import torch
 from .staircase import Staircase
 
 
+# The attributes that are tensors, one row for each row of the batch.
+_COUNTS = ("drafted", "verified", "accepted", "bonus", "live_steps")
+
+
 @dataclass
 class TetrisStats:
     """
@@ -63,19 +67,18 @@ class TetrisStats:
 
     def reset(self) -> None:
         """Back to nothing, in the same tensors."""
-        for counts in (self.drafted, self.verified, self.accepted, self.bonus, self.live_steps):
-            counts.zero_()
+        for name in _COUNTS:
+            getattr(self, name).zero_()
         self.seconds, self.step_seconds = {}, {}
 
     def forget(self, rows: torch.Tensor) -> None:
         """What was counted for `rows`, of shape `(R,)`: other texts take their place."""
-        for counts in (self.drafted, self.verified, self.accepted, self.bonus, self.live_steps):
-            counts[rows] = 0
+        for name in _COUNTS:
+            getattr(self, name)[rows] = 0
 
     def clone(self) -> TetrisStats:
         """The same counts in tensors of their own."""
-        tensors = ("drafted", "verified", "accepted", "bonus", "live_steps")
-        return replace(self, **{name: getattr(self, name).clone() for name in tensors})
+        return replace(self, **{name: getattr(self, name).clone() for name in _COUNTS})
 
     def count(
         self,

@@ -107,15 +107,13 @@ class RowStopping:
         if self.settled is None:
             self.settled = rows.prompt_width
         while True:
-            # A row that has ended is shown as plain `generate` shows it: padded behind its end.
             going = ~rows.finished
             reached = int(rows.length[going].min()) if bool(going.any()) else int(rows.length.max())
             if self.settled >= reached:
                 return
             self.settled += 1
-            shown = rows.prefix(self.settled)
-            behind = torch.arange(self.settled, device=shown.device) >= rows.length[:, None]
-            shown = shown.masked_fill(behind, rows.pad_token_id)  # (N, settled)
+            # Committed tokens only; a row that has ended is padded behind its end, as plain `generate` shows it.
+            shown = rows.shown(self.settled, rows.everyone[:0])  # (N, settled)
             answer = torch.zeros_like(rows.finished)
             for criterion in self.whole:
                 answer |= torch.as_tensor(criterion(shown, None), device=answer.device)

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from ..generation.compiled_layers import INDEX_NAMES
 
-# Attributes by which a module finds its own place in the cache.
-_INDEX_NAMES = ("layer_idx", "layer_id")
+
 # What transformers makes for the target when it first needs it: hooks that record outputs, a compiled `__call__`.
 _MADE_ON_FIRST_USE = ("_output_capturing_hooks_installed", "_compiled_call")
 # Config attributes that, when set, tie layers to each other or to their number.
@@ -71,7 +71,7 @@ def LayerSkipAssistant(model: PreTrainedModel, layers: Sequence[int]) -> PreTrai
             del own_stack[index]
     for position, (index, layer) in enumerate(zip(kept, own_stack, strict=True)):
         for module in layer.modules():
-            for name in _INDEX_NAMES:
+            for name in INDEX_NAMES:
                 if vars(module).get(name) == index:
                     setattr(module, name, position)
     _keep_layers(assistant.config.get_text_config(decoder=True), kept)
