@@ -4,6 +4,7 @@ import kit
 import pytest
 import torch
 
+import tetris_hf
 from tetris_hf import AssistantDrafter, TetrisSelector
 
 
@@ -103,3 +104,20 @@ def test_q_is_what_was_drawn_from(target, near):
     assert sharpness[0.5] > sharpness[None] > sharpness[2.0]
     with pytest.raises(ValueError, match="`temperature` must be positive, got 0"):
         AssistantDrafter(near, temperature=0)
+
+
+def test_no_place_is_drafted_that_cannot_be_selected():
+    """The same text, verification and acceptance from fewer draft forwards."""
+    target = kit.tiny()
+    expected = kit.plain(target, kit.ragged())
+
+    class Deep(tetris_hf.TetrisSelector):
+        def wants_deeper(self, draft, capacity):
+            return True
+
+    all_places = kit.speculate(target, kit.ragged(), kit.near(target), 4, 6, selector=Deep())
+    needed = kit.speculate(target, kit.ragged(), kit.near(target), 4, 6)
+    assert torch.equal(needed.sequences, expected) and torch.equal(all_places.sequences, expected)
+    for name in ("verified", "accepted", "bonus", "live_steps"):
+        assert torch.equal(getattr(needed.tetris_stats, name), getattr(all_places.tetris_stats, name))
+    assert needed.tetris_stats.draft_forwards < all_places.tetris_stats.draft_forwards

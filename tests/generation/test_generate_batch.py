@@ -6,7 +6,7 @@ import kit
 import pytest
 import torch
 from scipy.stats import chisquare
-from test_step_graphs import DRAFTERS, stand_in  # noqa: F401  (a fixture)
+from test_step_graphs import DRAFTERS, pretend_gpu
 
 import tetris_hf
 from tetris_hf import TetrisDecoding, generate_batch, iterate_batch
@@ -22,10 +22,12 @@ def alone(target, ids: list[int], **settings) -> list[int]:
 
 
 @pytest.fixture(params=["eager", "fixed shapes"])
-def shapes(request):
+def shapes(request, monkeypatch):
     """Both ways in which a step can run."""
     if request.param == "fixed shapes":
-        request.getfixturevalue("stand_in")
+        pretend_gpu(monkeypatch)
+    yield
+    tetris_hf.release_graphs()
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -95,7 +97,7 @@ def test_answers_come_when_they_are_there_and_inputs_are_read_as_needed():
     assert {place} | {place for place, _ in answers} == set(range(20))
 
 
-def test_out_of_memory_loses_nothing(monkeypatch):
+def test_out_of_memory_loses_nothing(monkeypatch, shapes):
     target = kit.tiny()
     inputs = prompts(9)
     calls = []
@@ -110,8 +112,49 @@ def test_out_of_memory_loses_nothing(monkeypatch):
     calls.clear()
     target.get_input_embeddings().register_forward_pre_hook(scarce)
     monkeypatch.setattr(tetris_hf.generation.batch_job, "PREFILL_TOKENS", 4)
+    monkeypatch.setattr(tetris_hf.generation.batch_job, "FEEDS", (0, 2))
     outputs = generate_batch(target, short, batch_size=8, progress_bar=False, do_sample=False, max_new_tokens=6)
     assert [output.generated_tokens for output in outputs] == expected
+
+
+@pytest.mark.parametrize("feeds", [(0, 1), (0, 3, 5)])
+def test_long_prompts_are_fed_beside_running_rows(monkeypatch, shapes, feeds):
+    target = kit.tiny()
+    inputs = [[2 + (7 * i + j) % 60 for j in range(length)] for i, length in enumerate([3, 4, 1, 40, 25, 33, 1, 4])]
+    new = [5, 30, 9, 12, 6, 9, 20, 3]
+    given = [{"input_ids": ids, "max_new_tokens": many} for ids, many in zip(inputs, new, strict=True)]
+    monkeypatch.setattr(tetris_hf.generation.batch_job, "FEEDS", feeds)
+    sizes = []
+    expected = [alone(target, ids, max_new_tokens=many) for ids, many in zip(inputs, new, strict=True)]
+    drafters = ((None, 0), (kit.near(target), 5), (DRAFTERS["heads"](target), 5))
+    target.get_input_embeddings().register_forward_pre_hook(lambda module, args: sizes.append(args[0].numel()))
+    for drafter, capacity in drafters:
+        sizes.clear()
+        outputs = generate_batch(target, given, drafter, capacity, 3, 3, progress_bar=False, do_sample=False)
+        assert [output.generated_tokens for output in outputs] == expected
+        # The first prompts, 8 tokens, are computed by themselves, later ones in pieces.
+        assert max(size for size in sizes if size != 8) <= 3 + capacity + feeds[-1]
+
+
+@pytest.mark.parametrize("name", ["near", "heads", "mixed"])
+def test_with_a_seed_an_answer_does_not_depend_on_what_runs_beside_it(name, shapes):
+    target = kit.tiny()
+    inputs = prompts(9)
+    settings = {"max_new_tokens": 10, "do_sample": True, "eos_token_id": [5], "progress_bar": False, "seed": 7}
+    expected = [output.generated_tokens for output in generate_batch(target, inputs, batch_size=1, **settings)]
+    drafter = DRAFTERS[name](target)
+    for batch_size, capacity, score in ((4, 5, "predictable"), (3, 9, "paper")):
+        selector = tetris_hf.TetrisSelector(score=score)
+        outputs = generate_batch(target, inputs, drafter, capacity, batch_size, 3, selector, **settings)
+        assert [output.generated_tokens for output in outputs] == expected
+    given = [{"input_ids": ids, "seed": 100 + i} for i, ids in enumerate(inputs)]
+    forward = generate_batch(target, given, drafter, 6, 4, 3, num_return_sequences=2, **settings)
+    back = generate_batch(target, given[::-1], drafter, 4, 2, 3, num_return_sequences=2, **settings)
+    pairs = [[output.generated_tokens for output in outputs] for outputs in (forward, back)]
+    assert [pairs[0][i : i + 2] for i in range(0, 18, 2)] == [pairs[1][i : i + 2] for i in range(16, -1, -2)]
+    assert len({tuple(tokens) for tokens in pairs[0]}) > 9
+    (refused,) = generate_batch(target, given[:1], **{**settings, "seed": None})
+    assert "pass `seed` to the job" in refused.error
 
 
 def test_answers_of_one_prompt_differ_when_sampling():

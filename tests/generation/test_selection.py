@@ -228,3 +228,37 @@ def test_the_default_is_tetris():
 def test_errors_name_argument_and_value(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("score", ["predictable", "paper"])
+def test_a_batch_stops_drafting_exactly_where_nothing_deeper_can_be_selected(score):
+    """Drafting place by place: what is selected is what would be selected from drafts of full depth, and going on
+    is needed: were the places to come certain, one would get into the budget."""
+    generator = torch.Generator().manual_seed(4)
+    stopped = 0
+    for _ in range(300):
+        num_rows, depth = (int(torch.randint(1, 6, (), generator=generator)) for _ in range(2))
+        capacity = int(torch.randint(1, num_rows * depth + 2, (), generator=generator))
+        lengths = torch.randint(0, depth + 1, (num_rows,), generator=generator)
+        tokens = torch.zeros(num_rows, depth, dtype=torch.long)
+        chances = torch.rand(num_rows, depth, generator=generator).round(decimals=1)
+        expectations = torch.maximum(chances, torch.rand(num_rows, depth, generator=generator))
+        for selector in (TetrisSelector(score=score), FixedWindowSelector(), FixedWindowSelector(2)):
+            full = DraftSelectorList([selector])(Draft(tokens, lengths, chances, expectations), capacity)
+            place = 1
+            while place < depth:
+                so_far = Draft(tokens[:, :place], lengths, chances[:, :place], expectations[:, :place])
+                if not selector.wants_deeper(so_far, capacity):
+                    break
+                certain = Draft(
+                    tokens, lengths, *(torch.cat([known[:, :place], torch.ones_like(known[:, place:])], 1)
+                                       for known in (chances, expectations)),
+                )  # fmt: skip
+                deepest = DraftSelectorList([selector])(certain, capacity)
+                assert int(deepest.max()) > place, (selector, so_far, capacity, deepest, place)
+                place += 1
+            stopped += place < depth
+            short = lengths.clamp(max=place)
+            shallow = Draft(tokens[:, :place], short, chances[:, :place], expectations[:, :place])
+            assert torch.equal(DraftSelectorList([selector])(shallow, capacity), full)
+    assert stopped > 100

@@ -14,7 +14,7 @@ from transformers import StoppingCriteria
 
 import tetris_hf
 from tetris_hf import MedusaConfig, MedusaHeads, PromptLookupDrafter, TetrisDecoding
-from tetris_hf.generation import cuda_graph, decoding, packed_model, speculation, step_cache
+from tetris_hf.generation import captured_steps, cuda_graph, decoding, packed_model, step_cache
 from tetris_hf.generation.packing import Packing
 
 
@@ -78,30 +78,11 @@ class Unwatched(contextlib.nullcontext):
         return self
 
 
-class ToldAtOnce:
-    """Stands in for `LateFlag`."""
-
-    def __init__(self):
-        self.value = False
-
-    def tell(self, value):
-        self.value = value.clone()
-
-    def clear(self):
-        self.late = []
-
-    def seen(self):
-        self.late.append(bool(self.value))
-        return len(self.late) > 1 and self.late[-2]
-
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
+def pretend_gpu(monkeypatch):
     """Everything lies on a GPU, as it were."""
     RunsAgain.made = []
     monkeypatch.setattr(decoding, "on_one_gpu", lambda *args: True)
-    monkeypatch.setattr(speculation, "CudaGraph", RunsAgain)
-    monkeypatch.setattr(speculation, "LateFlag", ToldAtOnce)
+    monkeypatch.setattr(captured_steps, "CudaGraph", RunsAgain)
     monkeypatch.setattr(packed_model, "CudaGraph", RunsAgain)
     # Compilation has its own test; its result is the same for any layer.
     monkeypatch.setattr(step_cache, "_uncompiled", AnyModel())
@@ -113,6 +94,11 @@ def stand_in(monkeypatch):
         return lay_out(cls, counts, first_positions, num_tokens, max_count, max_length)
 
     monkeypatch.setattr(Packing, "of", classmethod(checked))
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    pretend_gpu(monkeypatch)
     tetris_hf.release_graphs()
     yield
     tetris_hf.release_graphs()
@@ -305,7 +291,7 @@ def test_a_model_that_waits_runs_without_graphs(monkeypatch):
     def refuse(*args):
         raise cuda_graph.CannotCapture("it waits")
 
-    monkeypatch.setattr(speculation, "CudaGraph", refuse)
+    monkeypatch.setattr(captured_steps, "CudaGraph", refuse)
     monkeypatch.setattr(packed_model, "CudaGraph", refuse)
     target = kit.tiny()
     for settings in ({}, {}, {"repetition_penalty": 1.3}):

@@ -1,10 +1,10 @@
 """Batched speculative decoding for transformers' `generate`. This folder is a Hub `custom_generate/` as it stands."""
 
 from .assistant_drafter import AssistantDrafter
-from .batch_job import RequestOutput
 from .calibration import AcceptanceCalibration
 from .decoding import TetrisDecoding
 from .drafting import Draft, Drafter, Verification
+from .ended_rows import RequestOutput
 from .generate import disable, enable, generate
 from .generate_batch import generate_batch, iterate_batch
 from .mixed_drafter import MixedDrafter

@@ -96,6 +96,11 @@ class AssistantDrafter(Drafter):
         q = torch.zeros(len(live), depth, self._vocab_size, device=live.device) if processing.do_sample else None
         entropies = torch.zeros_like(probabilities) if self.keeps_entropies else None
         for place in range(depth):
+            if place > 0 and self.wants_deeper is not None:
+                shallow = Draft(tokens[:, :place], lengths, probabilities[:, :place], expectations[:, :place])
+                if not self.wants_deeper(shallow):
+                    lengths = lengths.clamp(max=place)
+                    break
             if place == 0:
                 # If all drafts and the bonus token were accepted, the last draft is new to the cache as well. Two
                 # tokens in any case: so the shape does not depend on what was accepted. Tokens that another drafter
@@ -112,7 +117,7 @@ class AssistantDrafter(Drafter):
             if self.temperature is not None:
                 scores = scores / self.temperature
             if q is None:
-                probability, drawn = _most_probable(scores)
+                probability, drawn = _most_probable(processing.with_noise(scores, live, rows.length[live] + place))
                 expectation = probability
             else:
                 distribution = scores.softmax(-1)

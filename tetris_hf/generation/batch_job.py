@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -17,64 +16,29 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from .decoding import TetrisDecoding
+from .ended_rows import EndedRows, Request, RequestOutput
 from .model_support import check_length
 from .packed_model import input_device
 from .speculation import Speculation
 from .stopping import RowStopping
+from .tensor_parallel import Lead
 
 
 logger = logging.get_logger(__name__)
 
-# Prompt tokens of one prefill: more would need more memory and stall the running rows for longer.
+# Prompt tokens of one prefill while nothing else runs: more would need more memory.
 PREFILL_TOKENS = 8192
-# Rows are refilled together, this share of the batch at a time: a prefill costs about as much as a step.
-REFILL_SHARE = 8
+# Prompt tokens that a step takes in beside what it verifies: few, so that running rows do not wait for long prompts,
+# and of few sizes, each of which is captured.
+FEEDS = (0, 128, 512)
+# Rows are refilled together, this share of the batch at a time: an admission costs the host some time.
+REFILL_SHARE = 16
 # Processors that count from the end of the prompt, which is another column for every request.
 _COUNT_FROM_PROMPT = frozenset(
     "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor ForcedBOSTokenLogitsProcessor "
     "ForcedEOSTokenLogitsProcessor SuppressTokensAtBeginLogitsProcessor ExponentialDecayLengthPenalty "
     "EncoderRepetitionPenaltyLogitsProcessor PrefixConstrainedLogitsProcessor".split()
 )
-
-
-@dataclass
-class RequestOutput:
-    """
-    What became of one prompt. Fields that stock `generate_batch` has bear its names.
-
-    Attributes:
-        request_id (`str`): As given, else the place of the prompt in the input, and of the answer among its answers.
-        prompt_ids (`list[int]`): The prompt.
-        generated_tokens (`list[int]`): The answer, its end token included.
-        finish_reason (`str`): `"stop"` (an end token or a stopping criterion), `"length"` or `"error"`.
-        error (`str`, *optional*): Why the prompt could not be served.
-        steps (`int`): Steps that its row took part in.
-        verified (`int`): Draft tokens verified.
-        accepted (`int`): Draft tokens that became text.
-    """
-
-    request_id: str
-    prompt_ids: list[int]
-    generated_tokens: list[int] = field(default_factory=list)
-    finish_reason: str = "error"
-    error: str | None = None
-    steps: int = 0
-    verified: int = 0
-    accepted: int = 0
-
-    def is_finished(self) -> bool:
-        """Always: requests are handed out when they have ended."""
-        return True
-
-
-@dataclass
-class Request:
-    """A prompt, its name, where its answer belongs, and the columns at which it ends."""
-
-    request_id: str
-    order: int
-    prompt_ids: list[int]
-    max_length: int
 
 
 class BatchJob:
@@ -118,8 +82,10 @@ class BatchJob:
         self.model = model
         self.batch_size = batch_size
         self.prepared = processors, criteria, generation_config
+        self._lead = Lead(model)
         self._pending: deque[Request] = deque()
         self._running: dict[int, Request] = {}
+        self._ended = EndedRows()
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, RequestOutput]]:
         """
@@ -133,18 +99,27 @@ class BatchJob:
             self._pending.extend(islice(source, max(0, self.batch_size - len(self._pending))))
             if not self._pending:
                 return
-            width = -(-max(request.max_length for request in self._pending) // 128) * 128
+            first = islice(self._pending, self.batch_size)  # no wider than what runs first
+            width = -(-max(request.max_length for request in first) // 128) * 128
+            message = None
             try:
                 yield from self._serve(source, width)
-            except torch.OutOfMemoryError:
-                if self.batch_size == 1:
+            except torch.OutOfMemoryError as error:
+                if self._lead.group is not None:  # the other ranks go on
                     raise
                 # Nothing is lost: what ran begins again, in front.
                 self._pending.extendleft(reversed(self._running.values()))
-                self.batch_size //= 2
-                logger.warning(f"Out of memory: going on with `batch_size={self.batch_size}`.")
+                message = str(error).splitlines()[0]
             finally:
                 self._running = {}
+            yield from self._ended.outputs(rest=True)
+            if message is not None and self.batch_size == 1:
+                request = self._pending.popleft()
+                refused = RequestOutput(request.request_id, request.prompt_ids, error=f"out of memory: {message}")
+                yield request, refused
+            elif message is not None:
+                self.batch_size //= 2
+                logger.warning(f"Out of memory: going on with `batch_size={self.batch_size}`.")
 
     def _serve(self, source: Iterator[Request], width: int) -> Iterator[tuple[Request, RequestOutput]]:
         """Serve requests for as long as they fit rows of `width` columns."""
@@ -154,28 +129,40 @@ class BatchJob:
         padding = torch.zeros(self.batch_size, dtype=torch.long, device=device)
         arguments = self.model, prompts, padding, width, processors, criteria, generation_config
         fresh = self.decoding.speculation(*arguments)
+        fresh.feeds = FEEDS
         with self.decoding.prepared(fresh, generation_config) as speculation:
             speculation.restart(fresh, prompts, padding, width)
             speculation.rows.finished.fill_(True)
+            speculation.begin()
+            self._ended = ended = EndedRows(speculation)
             free = list(range(self.batch_size))
+            unfed = 0  # prompt tokens that admitted rows wait for
             while True:
-                self._pending.extend(islice(source, max(0, self.batch_size - len(self._pending))))
+                # No further than there are places: somebody else may draw from the same source.
+                self._pending.extend(islice(source, max(0, len(free) - len(self._pending))))
                 fits = bool(self._pending) and self._pending[0].max_length <= speculation.rows.width
-                if fits and (len(free) * REFILL_SHARE >= self.batch_size or not self._running):
+                if fits and not self._running:
                     self._admit(speculation, free)
-                elif self._running:
-                    speculation.advance()
-                else:
+                elif not self._running:
                     return
-                for row in speculation.rows.finished.nonzero()[:, 0].tolist():
-                    if row in self._running:
-                        request = self._running.pop(row)
-                        free.append(row)
-                        yield request, _output(speculation, row, request)
+                else:
+                    if fits and len(free) * REFILL_SHARE >= self.batch_size:
+                        unfed += self._admit(speculation, free)
+                    feed = min((size for size in FEEDS if size >= unfed), default=FEEDS[-1])
+                    speculation.advance(feed)
+                    unfed = max(0, unfed - feed)
+                    speculation.stepped(feed)
+                free += ended.look(self._running)
+                yield from ended.outputs()
 
-    def _admit(self, speculation: Speculation, free: list[int]) -> None:
-        """Put pending requests that fit into free rows, as many as one prefill may hold."""
-        rows, tokens = speculation.rows, 0
+    def _admit(self, speculation: Speculation, free: list[int]) -> int:
+        """
+        Put pending requests that fit into free rows: in a prefill if nothing else runs, else to be fed by and by.
+
+        Returns:
+            `int`: Prompt tokens that they wait for.
+        """
+        rows, tokens, alone = speculation.rows, 0, not self._running
         chosen: list[tuple[int, Request]] = []
         while free and self._pending and self._pending[0].max_length <= rows.width:
             tokens += len(self._pending[0].prompt_ids)
@@ -184,33 +171,19 @@ class BatchJob:
             self._running[free[0]] = self._pending[0]
             chosen.append((free.pop(0), self._pending.popleft()))
         chosen.sort(key=lambda pair: pair[0])
-        device = rows.length.device
-        live = torch.tensor([row for row, _ in chosen], device=device)  # (R,)
-        lengths = torch.tensor([len(request.prompt_ids) for _, request in chosen], device=device)
-        limits = torch.tensor([request.max_length for _, request in chosen], device=device)
-        prompts = torch.zeros(len(chosen), int(lengths.max()), dtype=torch.long)  # (R, W)
+        self._ended.admitted([row for row, _ in chosen])
+        prompts = torch.zeros(len(chosen), max(len(request.prompt_ids) for _, request in chosen), dtype=torch.long)
         for index, (_, request) in enumerate(chosen):
             prompts[index, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
-        rows.admit(live, prompts.to(device), lengths, limits)
-        speculation.stats.forget(live)
-        speculation.prefill(live)
-
-
-def _output(speculation: Speculation, row: int, request: Request) -> RequestOutput:
-    """What the ended row says."""
-    rows, stats = speculation.rows, speculation.stats
-    length = int(rows.length[row])
-    tokens = rows.tokens[row, len(request.prompt_ids) : length].tolist()
-    stopped = length < request.max_length or tokens[-1] in speculation.stopping.eos_token_ids.tolist()
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt_ids=request.prompt_ids,
-        generated_tokens=tokens,
-        finish_reason="stop" if stopped else "length",
-        steps=int(stats.live_steps[row]),
-        verified=int(stats.verified[row].sum()),
-        accepted=int(stats.accepted[row].sum()),
-    )
+        fields = [(row, len(request.prompt_ids), request.max_length, request.seed or 0) for row, request in chosen]
+        live, lengths, limits, seeds = torch.tensor(fields).to(rows.length.device, non_blocking=True).unbind(1)  # (R,)
+        prompts = prompts.to(live.device, non_blocking=True)
+        self._lead.check_same(prompts, "prompts")
+        speculation.admit(live, prompts, lengths, limits, seeds)
+        if alone:
+            speculation.prefill(live)
+            return 0
+        return sum(length - 1 for _, length, _, _ in fields)
 
 
 def as_request(
@@ -219,7 +192,7 @@ def as_request(
     """
     Args:
         given (`list[int]`, `torch.Tensor` or `dict`): Token ids, or a mapping with `input_ids` and perhaps
-            `max_new_tokens` and `request_id`. An answer ends where the model's context does.
+            `max_new_tokens`, `request_id` and `seed`. An answer ends where the model's context does.
         order (`int`): Its place in the input.
         generation_config (`GenerationConfig`): Says how long answers are where the request does not.
         model (`PreTrainedModel`): The target.
@@ -245,4 +218,5 @@ def as_request(
         raise ValueError(f"The prompt has {len(ids)} tokens, and the context of the model {context}: shorten it.")
     max_length = min(max_length, context or max_length)
     check_length(model, max_length)
-    return Request(str(fields.get("request_id", order)), order, ids.tolist(), max_length)
+    own_seed = None if fields.get("seed") is None else int(fields["seed"])
+    return Request(str(fields.get("request_id", order)), order, ids.tolist(), max_length, own_seed)

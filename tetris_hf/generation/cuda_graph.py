@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -82,6 +83,8 @@ class CudaGraph(Generic[Result]):
                     warnings.simplefilter("ignore")  # that the check is a prototype
                     torch.cuda.set_sync_debug_mode("error")
                 function(*self.inputs)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise CannotCapture(str(error).strip().split("\n")[0]) from error
         finally:
@@ -96,33 +99,37 @@ class CudaGraph(Generic[Result]):
         return self.result
 
 
-class LateFlag:
+class LateCopies:
     """
-    Something that becomes true on the device once, and that the host learns one replay late: it asks when the next
-    replay is under way already, so that neither waits for the other.
+    Copies of tensors for the host, which reads each one when the next is under way already, so that neither waits for
+    the other.
+
+    Args:
+        late (`bool`, *optional*, defaults to `True`): Whether to read one late; else at once.
     """
 
-    def __init__(self) -> None:
-        self._value = torch.zeros((), dtype=torch.bool, pin_memory=True)
-        self._events: list[torch.cuda.Event] = []
+    def __init__(self, late: bool = True):
+        self._lag = int(late)
+        self._copies: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
-    def tell(self, value: torch.Tensor) -> None:
-        """Part of what is captured."""
-        self._value.copy_(value, non_blocking=True)
+    def put(self, value: torch.Tensor) -> None:
+        """Copy `value` as it is when all work queued so far is done."""
+        event = None
+        if value.is_cuda:
+            value, event = value.to("cpu", non_blocking=True), torch.cuda.Event()
+            event.record()
+        else:
+            value = value.clone()
+        self._copies.append((value, event))
 
-    def clear(self) -> None:
-        """Before the first replay."""
-        self._value.fill_(False)
-        self._events = []
-
-    def seen(self) -> bool:
-        """After every replay: what all replays but the last one have told."""
-        self._events.append(torch.cuda.Event())
-        self._events[-1].record()
-        if len(self._events) == 1:
-            return False
-        self._events.pop(0).synchronize()
-        return bool(self._value)
+    def get(self, rest: bool = False) -> torch.Tensor | None:
+        """The next copy to be read, if there is one that is old enough, or any if `rest`. Waits for it alone."""
+        if len(self._copies) <= (0 if rest else self._lag):
+            return None
+        value, event = self._copies.popleft()
+        if event is not None:
+            event.synchronize()
+        return value
 
 
 class StageClock:

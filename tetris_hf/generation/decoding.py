@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .assistant_drafter import AssistantDrafter
+from .auto_capacity import MAX_DEPTH, AutoCapacity, controller_for
 from .cuda_graph import on_one_gpu
 from .drafting import Drafter
 from .mixed_drafter import MixedDrafter
@@ -24,12 +25,14 @@ from .outputs import OutputRecorder, TetrisDecoderOnlyOutput
 from .packed_model import PackedModel, has_room, packed_attention
 from .processing import LogitsProcessing
 from .rows import Rows
+from .seeded_noise import row_seeds
 from .selection import DraftSelector, DraftSelectorList
 from .speculation import Speculation
 from .stats import TetrisStats
 from .step_cache import prepared
 from .stopping import RowStopping
 from .streaming import RowStreamer, as_row_streamer
+from .tensor_parallel import Lead
 from .validation import check_capacity, check_depth, check_positions, check_request, padding_of
 
 
@@ -45,14 +48,20 @@ class TetrisDecoding:
         assistant (`PreTrainedModel`, [`Drafter`] or a list of them, *optional*):
             Who drafts: any causal LM with the target's tokenizer, a drafter, or several of them, mixed per row
             ([`MixedDrafter`]). `None` decodes without drafts.
-        capacity (`int`): C, draft tokens verified per step over the whole batch (paper, section 3.2).
+        capacity (`int` or `"auto"`):
+            C, draft tokens verified per step over the whole batch (paper, section 3.2). `"auto"` chooses C and K
+            between steps, for most tokens per second, from what drafts promise, what was accepted and what steps cost.
         num_assistant_tokens (`int`, *optional*):
             K, draft tokens proposed per row and step. By default what the call or the assistant's generation config
-            says, else `ceil(C / N) + 2`.
+            says, else `ceil(C / N) + 2`. With `"auto"` the largest K, by default 6.
         selector ([`DraftSelector`] or a list of them, *optional*):
             Which drafts are verified, by default [`TetrisSelector`].
         streamer ([`RowStreamer`] or `BaseStreamer`, *optional*):
             Receives tokens as they are committed; a stock streamer for one row only.
+        seed (`int` or `Sequence[int]`, *optional*):
+            When sampling, each row's text becomes a function of its prompt and its seed alone (one seed for all rows,
+            from which each gets its own by its number, or one per row), with drafts or without, in any batch
+            ([`gumbel_noise`]). By default draws come from torch's generator, and more drafts are accepted.
 
     Raises:
         `ValueError`: If an argument is out of range, or the assistant is neither a causal LM nor a [`Drafter`].
@@ -68,16 +77,20 @@ class TetrisDecoding:
     def __init__(
         self,
         assistant: PreTrainedModel | Drafter | Sequence[PreTrainedModel | Drafter] | None,
-        capacity: int,
+        capacity: int | str,
         num_assistant_tokens: int | None = None,
         selector: DraftSelector | Iterable[DraftSelector] | None = None,
         streamer: RowStreamer | BaseStreamer | None = None,
+        seed: int | Sequence[int] | None = None,
     ):
         self.capacity = check_capacity(capacity, "capacity")
         self.num_assistant_tokens = check_depth(num_assistant_tokens)
         self.selectors = DraftSelectorList.of(selector)
         self.streamer = streamer
+        self.seed = seed
         self.drafter = _as_drafter(assistant)
+        if self.capacity == "auto" and self.drafter is None:
+            raise ValueError('`capacity="auto"` needs somebody to draft: pass an assistant, or `capacity=0`.')
 
     def __call__(
         self,
@@ -114,6 +127,7 @@ class TetrisDecoding:
         check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
         max_length = generation_config.max_length
         check_length(model, max_length - int(padding.min()))
+        Lead(model).check_same(torch.cat([input_ids, padding[:, None]], dim=1), "prompts")
         fresh = self.speculation(
             model, input_ids, padding, max_length, logits_processor, stopping_criteria, generation_config,
             num_assistant_tokens,
@@ -143,13 +157,18 @@ class TetrisDecoding:
             `ValueError`: If something is asked that cannot be done exactly.
         """
         check_model(model, "model")
+        if self.capacity == "auto" and Lead(model).group is not None:
+            raise ValueError(
+                '`tetris_capacity="auto"` decides by clocks, and `model` is split over processes whose clocks differ: '
+                "pass a number."
+            )
         check_request(input_ids, generation_config, logits_processor, model_kwargs)
         if self.drafter is not None:
             self.drafter.check(model)
             self.drafter.keeps_entropies = any(
                 getattr(selector, "needs_entropies", False) for selector in self.selectors
             )
-        if generation_config.do_sample:
+        if generation_config.do_sample and self.seed is None:  # with seeds, no selector can bias
             for selector in self.selectors:
                 selector.check_sampling()
 
@@ -166,12 +185,19 @@ class TetrisDecoding:
     ) -> Speculation:
         """What a batch needs, put together. Arguments as those of a call; `padding` of shape `(N,)`."""
         depth = self._depth(len(input_ids), check_depth(num_assistant_tokens), generation_config)
+        capacity = len(input_ids) * depth if self.capacity == "auto" else int(self.capacity)
         pad_token_id = _first(generation_config._pad_token_tensor)
         width = -(-max_length // 128) * 128  # few widths, so that captured steps serve
-        fixed = (
+        lead = Lead(model)
+        sizes = [len(input_ids), capacity, depth, max_length, int(generation_config.do_sample)]
+        lead.check_same(
+            torch.tensor(sizes, device=input_ids.device), "settings (rows, capacity, depth, length, sampling)"
+        )
+        fixed = lead.all_agree(
             not generation_config.disable_compile
             and on_one_gpu(input_ids.device, *self._models(model))
-            and has_room(model, len(input_ids), width)
+            and has_room(model, len(input_ids), width),
+            input_ids.device,
         )
         rows = Rows(
             input_ids,
@@ -181,6 +207,8 @@ class TetrisDecoding:
             width=width if fixed else max_length,
             fixed_shapes=fixed,
         )
+        if self.seed is not None:
+            rows.seeds.copy_(row_seeds(self.seed, rows.num_rows))
         recorder = OutputRecorder(generation_config, rows)
         target = PackedModel(
             model,
@@ -190,18 +218,21 @@ class TetrisDecoding:
             keep_hidden_states=self.drafter is not None and self.drafter.needs_hidden_states,
             keep_all_hidden_states=recorder.wants_hidden_states,
         )
-        return Speculation(
+        speculation = Speculation(
             target=target,
             drafter=self.drafter,
             rows=rows,
-            processing=LogitsProcessing(logits_processor, rows, generation_config.do_sample),
+            processing=LogitsProcessing(logits_processor, rows, generation_config.do_sample, self.seed is not None),
             selectors=self.selectors,
             stopping=RowStopping(stopping_criteria, input_ids.device),
-            capacity=self.capacity,
+            capacity=capacity,
             depth=depth,
-            stats=TetrisStats.zeros(rows.num_rows, depth, self.capacity, input_ids.device),
+            stats=TetrisStats.zeros(rows.num_rows, depth, capacity, input_ids.device),
             recorder=recorder,
         )
+        if self.capacity == "auto":
+            speculation.auto = AutoCapacity(controller_for(speculation, depth))
+        return speculation
 
     @contextmanager
     def prepared(self, fresh: Speculation, generation_config: GenerationConfig) -> Iterator[Speculation]:
@@ -222,7 +253,7 @@ class TetrisDecoding:
         for depth in (call, self.num_assistant_tokens, in_config, getattr(assistant, "num_assistant_tokens", None)):
             if depth is not None:
                 return int(depth)
-        return -(-self.capacity // num_rows) + 2
+        return MAX_DEPTH if self.capacity == "auto" else -(-int(self.capacity) // num_rows) + 2
 
 
 def _as_drafter(assistant: Any) -> Drafter | None:

@@ -6,7 +6,7 @@ Knows what a proposal consists of. Does not know how any particular drafter come
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -120,12 +120,17 @@ class Drafter(ABC):
             Whether other drafters propose for the same rows, so that a row may gain more tokens in a step than this
             drafter proposed for it. [`MixedDrafter`] sets it.
         keeps_entropies (`bool`): Whether drafts are to hold `entropies`, which a selector reads. Set for each call.
+        wants_deeper (`Callable[[Draft], bool]`, *optional*):
+            Set while `propose` runs, where steps are not captured: tells of what was drafted so far (whose `lengths`
+            say how deep each row can go) whether a deeper place could still be selected. A drafter that pays for each
+            place may stop there.
     """
 
     needs_hidden_states: bool = False
     is_capturable: bool = False
     shares_rows: bool = False
     keeps_entropies: bool = False
+    wants_deeper: Callable[[Draft], bool] | None = None
 
     @property
     def models(self) -> list[PreTrainedModel]:

@@ -23,7 +23,7 @@ def of_model(model: nn.Module) -> Hashable:
     return tuple(
         (
             type(module),
-            tuple(parameter.data_ptr() for parameter in module._parameters.values() if parameter is not None),
+            tuple(_address(parameter) for parameter in module._parameters.values() if parameter is not None),
             tuple(buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None),
             tuple(map(id, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))),
             id(vars(module).get("forward")),
@@ -31,6 +31,11 @@ def of_model(model: nn.Module) -> Hashable:
         )
         for module in model.modules()
     )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of a split weight (`DTensor`), where this process's part lies: the whole has no memory."""
+    return int(getattr(tensor, "_local_tensor", tensor).data_ptr())
 
 
 def settings(value: Any) -> tuple[Hashable, ...]:

@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ _ABSENT = object()
 
 def enable(model: PreTrainedModel | None = None) -> None:
     """
-    Teach `generate` the arguments `tetris_capacity` and `tetris_selector`. Without them it is what it was.
+    Teach `generate` the arguments `tetris_capacity`, `tetris_selector` and `tetris_seed`. Without them it is what it
+    was.
 
     Args:
         model (`PreTrainedModel`, *optional*): The one model to enable; by default all models, present and future.
@@ -80,8 +81,9 @@ def generate(
     inputs: torch.Tensor | None = None,
     *,
     assistant_model: Any = None,
-    tetris_capacity: int | None = None,
+    tetris_capacity: int | str | None = None,
     tetris_selector: Any = None,
+    tetris_seed: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Any:
     """
@@ -91,10 +93,12 @@ def generate(
         model (`PreTrainedModel`): The target.
         inputs (`torch.LongTensor` of shape `(N, prompt_width)`, *optional*): Left-padded prompts.
         assistant_model (`PreTrainedModel` or [`Drafter`], *optional*): Who drafts.
-        tetris_capacity (`int`, *optional*):
-            C, draft tokens verified per step over the whole batch. 0 decodes without drafts, `None` is plain
-            `generate`.
+        tetris_capacity (`int` or `"auto"`, *optional*):
+            C, draft tokens verified per step over the whole batch. 0 decodes without drafts, `"auto"` chooses C and K
+            as it goes, `None` is plain `generate`.
         tetris_selector ([`DraftSelector`] or a list of them, *optional*): Which drafts are verified.
+        tetris_seed (`int` or `Sequence[int]`, *optional*):
+            Makes each row's sampled text a function of its prompt and its seed alone ([`TetrisDecoding`]).
         kwargs: Every other argument of `generate`; `num_assistant_tokens` is K, the draft tokens per row and step.
 
     Returns:
@@ -103,11 +107,16 @@ def generate(
     Raises:
         `ValueError`: Before the first forward, if something is asked that cannot be done exactly.
     """
-    kwargs.update(assistant_model=assistant_model, tetris_capacity=tetris_capacity, tetris_selector=tetris_selector)
+    kwargs.update(
+        assistant_model=assistant_model,
+        tetris_capacity=tetris_capacity,
+        tetris_selector=tetris_selector,
+        tetris_seed=tetris_seed,
+    )
     return _dispatch(GenerationMixin.generate, GenerationMixin.generate, model, (inputs,), kwargs)
 
 
-def _door(plain: Callable, preparing: Callable | None = None) -> Callable:
+def _door(plain: Callable[..., Any], preparing: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """A `generate` that takes `tetris_capacity` and hands everything else to `plain`."""
 
     @functools.wraps(plain)
@@ -118,7 +127,7 @@ def _door(plain: Callable, preparing: Callable | None = None) -> Callable:
     return generate
 
 
-def _ignoring_self(bound: Callable) -> Callable:
+def _ignoring_self(bound: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(bound)
     def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return bound(*args, **kwargs)
@@ -127,7 +136,11 @@ def _ignoring_self(bound: Callable) -> Callable:
 
 
 def _dispatch(
-    plain: Callable, preparing: Callable, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]
+    plain: Callable[..., Any],
+    preparing: Callable[..., Any],
+    model: PreTrainedModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """
     Plain `generate` without a capacity; else `preparing`, a `generate` that prepares the inputs for our decoding.
@@ -137,10 +150,18 @@ def _dispatch(
     capacity, kwargs = _take(kwargs, "tetris_capacity")
     if capacity is None:  # tools that hand on nothing but a config (TRL) put it there
         capacity = getattr(model.generation_config, "tetris_capacity", None)
+    seed, kwargs = _take(kwargs, "tetris_seed")
+    if seed is None:
+        seed = getattr(model.generation_config, "tetris_seed", None)
     selector = kwargs.pop("tetris_selector", None)
     if capacity is None:
         if selector is not None:
             raise ValueError("`tetris_selector` needs a budget to spend: pass `tetris_capacity` as well.")
+        if seed is not None:
+            raise ValueError(
+                "`tetris_seed` needs `tetris_capacity`: plain `generate` draws from torch's generator; "
+                "`tetris_capacity=0` decodes without drafts."
+            )
         return plain(model, *args, **kwargs)
 
     check_capacity(capacity)
@@ -165,12 +186,12 @@ def _dispatch(
     lookup, kwargs = _take(kwargs, "prompt_lookup_num_tokens")
     if lookup is not None:
         assistant, kwargs = _with_prompt_lookup(assistant, lookup, kwargs)
-    if assistant is None and capacity > 0:
+    if assistant is None and capacity != 0:
         raise ValueError(
-            f"`tetris_capacity={capacity}` needs somebody to draft: pass `assistant_model` or "
+            f"`tetris_capacity={capacity!r}` needs somebody to draft: pass `assistant_model` or "
             "`prompt_lookup_num_tokens`, or `tetris_capacity=0` to decode without drafts."
         )
-    decoding = TetrisDecoding(assistant, capacity, selector=selector, streamer=streamer)
+    decoding = TetrisDecoding(assistant, capacity, selector=selector, streamer=streamer, seed=seed)
     return preparing(model, **kwargs, custom_generate=decoding)
 
 

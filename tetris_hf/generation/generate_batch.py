@@ -13,9 +13,11 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from .batch_job import BatchJob, Request, RequestOutput, as_request
+from .batch_job import BatchJob, as_request
 from .decoding import TetrisDecoding
+from .ended_rows import Request, RequestOutput
 from .packed_model import input_device
+from .seeded_noise import row_seeds
 from .validation import check_count
 
 
@@ -23,11 +25,12 @@ def generate_batch(
     model: PreTrainedModel,
     inputs: Iterable[Any],
     assistant_model: Any = None,
-    tetris_capacity: int = 0,
+    tetris_capacity: int | str = 0,
     batch_size: int = 32,
     num_assistant_tokens: int | None = None,
     tetris_selector: Any = None,
     progress_bar: bool = True,
+    seed: int | None = None,
     **kwargs: Any,
 ) -> list[RequestOutput]:
     """
@@ -36,14 +39,20 @@ def generate_batch(
     Args:
         model (`PreTrainedModel`): The target.
         inputs (`Iterable`):
-            Prompts: lists of token ids, or mappings with `input_ids` and perhaps `max_new_tokens` and `request_id`; a
-            `datasets.Dataset` with these columns, or any iterable.
+            Prompts: lists of token ids, or mappings with `input_ids` and perhaps `max_new_tokens`, `request_id` and
+            `seed` (in the place of the one that follows from `seed` and the prompt's place); a `datasets.Dataset` with
+            these columns, or any iterable.
         assistant_model (`PreTrainedModel`, [`Drafter`] or a list of them, *optional*): Who drafts.
-        tetris_capacity (`int`, *optional*, defaults to 0): C, draft tokens verified per step over all rows.
+        tetris_capacity (`int` or `"auto"`, *optional*, defaults to 0):
+            C, draft tokens verified per step over all rows; `"auto"` chooses C and K as it goes.
         batch_size (`int`, *optional*, defaults to 32): N, rows that run at the same time. Halved when memory runs out.
         num_assistant_tokens (`int`, *optional*): K, draft tokens proposed per row and step.
         tetris_selector ([`DraftSelector`] or a list of them, *optional*): Which drafts are verified.
         progress_bar (`bool`, *optional*, defaults to `True`): Whether progress is shown.
+        seed (`int`, *optional*):
+            When sampling, each answer becomes a function of its prompt, this number and its place alone, whatever runs
+            beside it ([`TetrisDecoding`]). By default draws come from torch's generator: then only the job as a whole
+            is reproducible.
         kwargs: As for `model.generate`: `generation_config`, `max_new_tokens`, `do_sample`, `num_return_sequences`.
 
     Returns:
@@ -70,6 +79,7 @@ def generate_batch(
         num_assistant_tokens,
         tetris_selector,
         progress_bar,
+        seed,
         **kwargs,
     )
     return [output for _, output in sorted(answers, key=lambda answer: answer[0])]
@@ -80,11 +90,12 @@ def iterate_batch(
     model: PreTrainedModel,
     inputs: Iterable[Any],
     assistant_model: Any = None,
-    tetris_capacity: int = 0,
+    tetris_capacity: int | str = 0,
     batch_size: int = 32,
     num_assistant_tokens: int | None = None,
     tetris_selector: Any = None,
     progress_bar: bool = True,
+    seed: int | None = None,
     **kwargs: Any,
 ) -> Iterator[tuple[int, RequestOutput]]:
     """
@@ -94,7 +105,7 @@ def iterate_batch(
         `Iterator[tuple[int, RequestOutput]]`: The place of the answer among all, and the answer.
     """
     batch_size = check_count(batch_size, "batch_size")
-    decoding = TetrisDecoding(assistant_model, tetris_capacity, num_assistant_tokens, tetris_selector)
+    decoding = TetrisDecoding(assistant_model, tetris_capacity, num_assistant_tokens, tetris_selector, seed=seed)
     job, generation_config = _prepared(model, decoding, batch_size, kwargs)
     copies = generation_config.num_return_sequences or 1
     vocab_size = model.get_input_embeddings().weight.shape[0]
@@ -104,13 +115,16 @@ def iterate_batch(
         for place, given in enumerate(inputs):
             try:
                 request = as_request(given, place, generation_config, model, vocab_size)
+                if request.seed is not None and seed is None:
+                    raise ValueError("A prompt has a `seed`, and the job has none: pass `seed` to the job as well.")
             except (ValueError, TypeError, KeyError) as error:
                 name = str(given.get("request_id", place)) if isinstance(given, dict) else str(place)
                 failed = RequestOutput(name, [], error=str(error))
                 refused.extend((place * copies + copy, failed) for copy in range(copies))
                 continue
             for copy in range(copies):
-                yield replace(request, order=place * copies + copy)
+                order = place * copies + copy
+                yield replace(request, order=order, seed=_seed(seed, request, order, copy))
 
     total = len(inputs) * copies if isinstance(inputs, Sized) else None
     with tqdm(total=total, unit="request", disable=not progress_bar) as bar:
@@ -121,8 +135,19 @@ def iterate_batch(
             bar.update()
             bar.set_postfix(tokens=tokens, accepted=f"{accepted / max(1, verified):.2f}", refresh=False)
             yield request.order, output
-        bar.update(len(refused))
-    yield from refused
+            while refused:
+                bar.update()
+                yield refused.pop(0)
+        while refused:
+            bar.update()
+            yield refused.pop(0)
+
+
+def _seed(seed: int | None, request: Request, order: int, copy: int) -> int:
+    """Of an answer's draws: from the seed that came with the prompt and the copy, else the job's and the place."""
+    if seed is None:
+        return 0
+    return int(row_seeds(seed, 1, order) if request.seed is None else row_seeds(request.seed, 1, copy))
 
 
 def _prepared(

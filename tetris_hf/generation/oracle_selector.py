@@ -79,7 +79,7 @@ class OracleSelector(DraftSelector):
         """The rows that take part, `(R,)`: all of them, or those that have not ended."""
         if num_rows == len(self.ends):
             return torch.arange(num_rows, device=self.ends.device)
-        going = (self._length < self.ends).nonzero()[:, 0]
+        going: torch.Tensor = (self._length < self.ends).nonzero()[:, 0]
         if len(going) != num_rows:
             raise ValueError(
                 f"The run of this `OracleSelector` had {len(self.ends)} rows, {len(going)} of them live at this step; "

@@ -62,10 +62,13 @@ class Packing:
 
     @classmethod
     def fitting(cls, counts: torch.Tensor, first_positions: torch.Tensor) -> Packing:
-        """As [`Packing.of`], with the tightest sizes, read off the device: no filler and no slack. One host wait."""
+        """
+        As [`Packing.of`], with the tightest sizes, read off the device: no slack, and no filler unless there is
+        nothing else. One host wait.
+        """
         lengths = (first_positions + counts) * (counts > 0)
         num_tokens, max_count, max_length = torch.stack([counts.sum(), counts.max(), lengths.max()]).tolist()
-        return cls.of(counts, first_positions, num_tokens, max_count, max_length)
+        return cls.of(counts, first_positions, max(1, num_tokens), max(1, max_count), max(1, max_length))
 
     @property
     def num_rows(self) -> int:

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 
 from .fingerprint import of_object
 from .rows import Rows
+from .seeded_noise import gumbel_noise
 
 
 def _named(*names: str) -> frozenset[type]:
@@ -65,12 +66,22 @@ class LogitsProcessing:
         processors (`LogitsProcessorList`): What plain `generate` would apply, in its order.
         rows (`Rows`): The batch whose prefixes are shown.
         do_sample (`bool`): Whether scores are sampled from, or their maximum taken.
+        seeded (`bool`, *optional*, defaults to `False`):
+            Whether draws come from `rows.seeds`, each text's own, instead of torch's generator.
     """
 
-    def __init__(self, processors: LogitsProcessorList | list[LogitsProcessor], rows: Rows, do_sample: bool):
+    def __init__(
+        self,
+        processors: LogitsProcessorList | list[LogitsProcessor],
+        rows: Rows,
+        do_sample: bool,
+        seeded: bool = False,
+    ):
         self.processors = list(processors)
         self.rows = rows
-        self.do_sample = do_sample
+        # With noise of its own at each place, a sampled text is the greedy one of the noisy scores.
+        self.seeded = seeded and do_sample
+        self.do_sample = do_sample and not seeded
 
     @property
     def needs_history(self) -> bool:
@@ -80,15 +91,23 @@ class LogitsProcessing:
     def fingerprint(self) -> Hashable:
         """Equal for lists that do the same; `None` if it cannot be told, or depends on more than the scores."""
         known = [of_object(processor) for processor in self.processors]
-        return None if self.needs_history or any(isinstance(one, int) for one in known) else (*known, self.do_sample)
+        return (
+            None
+            if self.needs_history or any(isinstance(one, int) for one in known)
+            else (*known, self.do_sample, self.seeded)
+        )
 
-    def for_drafts(self) -> LogitsProcessing:
+    def for_drafts(self, history: bool = True) -> LogitsProcessing:
         """
         The part worth its price on drafts. Any q is exact, so a processor that would have to be shown the whole batch
         for every draft position is left to the verification.
+
+        Args:
+            history (`bool`, *optional*, defaults to `True`): Whether to keep those that look at a row's prefix.
         """
-        kept = [processor for processor in self.processors if type(processor) in HISTORY_FREE | ROW_WISE]
-        return LogitsProcessing(kept, self.rows, self.do_sample)
+        worth = HISTORY_FREE | ROW_WISE if history else HISTORY_FREE
+        kept = [processor for processor in self.processors if type(processor) in worth]
+        return LogitsProcessing(kept, self.rows, self.do_sample or self.seeded, self.seeded)
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """
@@ -108,6 +127,16 @@ class LogitsProcessing:
             else:
                 scores = self._by_width(processor, scores, rows, columns)
         return scores
+
+    def with_noise(self, scores: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """
+        Processed scores as the maximum is to be taken of: if `seeded`, with the noise of each place in its text.
+        Shapes as in a call.
+        """
+        if not self.seeded:
+            return scores
+        rows = rows.clamp(min=0)
+        return scores + gumbel_noise(self.rows.seeds[rows], columns - self.rows.padding[rows], scores.shape[1])
 
     def _by_width(
         self, processor: LogitsProcessor, scores: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor

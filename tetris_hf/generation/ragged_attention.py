@@ -158,7 +158,7 @@ def _flash(
     """
     queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))  # (tokens, heads, width)
     window = (-1, -1) if plan.window == -1 else (plan.window - 1, 0)  # type: ignore[operator]
-    attended = torch.ops.aten._flash_attention_forward(
+    attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
         queries,
         keys,
         values,
@@ -209,7 +209,8 @@ def _sdpa(
     if groups > 1:
         allowed = allowed.repeat(1, 1, groups, 1)  # (N, 1, groups * max_count, max_length)
     attended = nn.functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=allowed, scale=scaling)
-    return attended.unflatten(2, (groups, -1)).flatten(1, 2)  # (N, heads, max_count, v_width)
+    merged: torch.Tensor = attended.unflatten(2, (groups, -1)).flatten(1, 2)  # (N, heads, max_count, v_width)
+    return merged
 
 
 def _with_sinks(

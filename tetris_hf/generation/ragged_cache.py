@@ -148,7 +148,8 @@ class RaggedCache(Cache):
         """See [`RaggedLayer.update`]. Layers appear as they are met; one that shares another's states stays empty."""
         while len(self.layers) <= layer_idx:
             self.layers.append(RaggedLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+        layer: RaggedLayer = self.layers[layer_idx]
+        return layer.update(key_states, value_states)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.num_slots, 0

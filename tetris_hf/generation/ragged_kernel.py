@@ -86,7 +86,7 @@ def attend_rows(
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def _attend_rows(  # type: ignore[no-untyped-def]
         query, key, value, attended, starts, lengths, sinks,
         query_head_stride, query_token_stride, key_head_stride, key_slot_stride, value_head_stride, value_slot_stride,

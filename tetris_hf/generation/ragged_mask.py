@@ -104,7 +104,9 @@ class RaggedMask:
         local_size (`int`, *optional*): The window or chunk size, if the rule has one.
     """
 
-    def __init__(self, packing: Packing, row_length: int, mask_function: Callable, local_size: int | None = None):
+    def __init__(
+        self, packing: Packing, row_length: int, mask_function: Callable[..., Any], local_size: int | None = None
+    ):
         self.packing = packing
         self.row_length = row_length
         self.mask_function = mask_function
@@ -129,7 +131,7 @@ class RaggedMask:
     def to(self, *args: Any, **kwargs: Any) -> RaggedMask:
         """Itself: device hooks of accelerate move every argument of a layer, and plans are made for each device."""
         if any(isinstance(wanted, torch.dtype) for wanted in (*args, *kwargs.values())):
-            return self._is_no_tensor()
+            self._is_no_tensor()
         return self
 
     @property
@@ -178,7 +180,7 @@ class RaggedMask:
         positions = packing.pad(packing.positions)[:, None, :, None].clamp(min=0)  # (N, 1, max_count, 1)
         slots = torch.arange(packing.max_length, device=positions.device)[None, None, None]
         zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=positions.device)
-        rule = self.mask_function(zero, zero, positions, slots)  # (N, 1, max_count, max_length)
+        rule: torch.Tensor = self.mask_function(zero, zero, positions, slots)  # (N, 1, max_count, max_length)
         # Slots past the row's newest token hold what an earlier step wrote and lost.
         written = slots <= positions.amax(2, keepdim=True)
         # A row that takes no part has no position; slot 0 keeps its (unread) result finite.
@@ -200,7 +202,7 @@ def _bounds(
     )
 
 
-def ragged_mask(mask_function: Callable = causal_mask_function, **kwargs: Any) -> RaggedMask:
+def ragged_mask(mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> RaggedMask:
     """The mask interface: transformers asks once per kind of layer and hands the result to the attention function."""
     attention_mask = kwargs.get("attention_mask")
     # None was passed. Some models then make one of ones, which says nothing; any other would go unheard. While a graph

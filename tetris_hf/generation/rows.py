@@ -13,7 +13,9 @@ from .fusing import fused
 class Rows:
     """
     N rows of tokens in the coordinates of plain `generate`: a left-padded prompt of `prompt_width` columns, then what
-    was generated. `length[i]` columns of row i are committed; what lies beyond is scratch.
+    was generated. `length[i]` columns of row i are committed; what lies beyond is scratch. `seeds[i]` is what the
+    draws of its text depend on, if they are to depend on nothing else. `unfed[i]` tokens of the prompt, besides its
+    last one, have yet to be computed; until then the row waits.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(N, prompt_width)`): Left-padded prompts.
@@ -43,6 +45,7 @@ class Rows:
         self.tokens = input_ids.new_empty((len(input_ids), self.width + 1))  # (N, width + 1)
         self.length, self.max_length = torch.empty_like(padding), torch.empty_like(padding)
         self.finished = torch.empty_like(padding, dtype=torch.bool)
+        self.seeds, self.unfed = torch.zeros_like(padding), torch.zeros_like(padding)
         self.everyone = torch.arange(len(input_ids), device=padding.device)
         self.restart(input_ids, padding, max_length)
 
@@ -61,25 +64,34 @@ class Rows:
         self.padding.copy_(padding)
         self.length.fill_(self.prompt_width)
         self.max_length.fill_(max_length)
+        self.unfed.zero_()
         self.finished.zero_()
 
     def admit(
-        self, rows: torch.Tensor, input_ids: torch.Tensor, lengths: torch.Tensor, max_length: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        max_length: torch.Tensor,
+        seeds: torch.Tensor,
     ) -> None:
         """
-        Put new prompts, without padding, into rows that have ended.
+        Put new prompts, without padding and not yet computed, into rows that have ended.
 
         Args:
             rows (`torch.LongTensor` of shape `(R,)`): Rows.
             input_ids (`torch.LongTensor` of shape `(R, W)`): Prompts, padded on the right; W at most `width`.
             lengths (`torch.LongTensor` of shape `(R,)`): Tokens of each prompt.
             max_length (`torch.LongTensor` of shape `(R,)`): Columns at which each row ends, at most `width`.
+            seeds (`torch.LongTensor` of shape `(R,)`): Of their texts.
         """
         self.tokens[rows] = self.pad_token_id
         self.tokens[rows, : input_ids.shape[1]] = input_ids
         self.padding[rows] = 0
         self.length[rows] = lengths
         self.max_length[rows] = max_length
+        self.seeds[rows] = seeds
+        self.unfed[rows] = lengths - 1
         self.finished[rows] = False
 
     @property
@@ -91,9 +103,24 @@ class Rows:
         return self.everyone if self.fixed_shapes else (~self.finished).nonzero()[:, 0]
 
     def room(self, rows: torch.Tensor) -> torch.Tensor:
-        """Draft tokens that may still be accepted, leaving one column for the bonus token. Shape `(R,)`."""
+        """
+        Draft tokens that may still be accepted, leaving one column for the bonus token; 0 for rows that have ended or
+        wait for their prompt. Shape `(R,)`.
+        """
         room = self.max_length[rows] - 1 - self.length[rows]
-        return room.clamp(min=0).masked_fill(self.finished[rows], 0)
+        return room.clamp(min=0).masked_fill(self.finished[rows] | (self.unfed[rows] > 0), 0)
+
+    def feed(self, budget: int) -> torch.Tensor:
+        """
+        Count the next prompt tokens of rows that wait as computed: `budget` of them at most, lower rows first.
+
+        Returns:
+            `torch.LongTensor` of shape `(N,)`: How many of each row.
+        """
+        before = self.unfed.cumsum(0) - self.unfed
+        taken = torch.minimum(self.unfed, (budget - before).clamp(min=0))
+        self.unfed.sub_(taken)
+        return taken
 
     def text_length(self, rows: torch.Tensor) -> torch.Tensor:
         """Committed tokens of each row without padding, shape `(R,)`."""

@@ -57,6 +57,17 @@ class DraftSelector(ABC):
             `torch.LongTensor` of shape `(R,)`: At most `lengths`.
         """
 
+    def wants_deeper(self, draft: Draft, capacity: int) -> bool:
+        """
+        Whether a place behind those of `draft` could still be selected, for this selector alone and known before that
+        place is drafted. If not, the whole batch stops drafting. Asked only where steps are not captured.
+
+        Args:
+            draft ([`Draft`]): What was drafted so far; its `lengths` say how deep each row can go.
+            capacity (`int`): C.
+        """
+        return True
+
     def check_sampling(self) -> None:  # noqa: B027
         """Called once before a call that samples. A selector that would bias it warns or raises here."""
 
@@ -92,6 +103,10 @@ class DraftSelectorList(list[DraftSelector]):
             lengths = torch.minimum(lengths, selector(draft, lengths, capacity)).clamp(min=0)
         return spend(evenly(lengths, draft.depth), lengths, capacity)
 
+    def wants_deeper(self, draft: Draft, capacity: int) -> bool:
+        """See [`DraftSelector.wants_deeper`]. Of several selectors, a later one may want what an earlier one leaves."""
+        return self[0].wants_deeper(draft, capacity) if len(self) == 1 else True
+
     def observe(self, verification: Verification) -> None:
         """Show a step's outcome to every selector."""
         for selector in self:
@@ -126,6 +141,20 @@ class TetrisSelector(DraftSelector):
         if self.calibration is not None:
             draft = self.calibration.calibrated(draft)
         return spend(draft.prefix_scores(predictable=self.score == "predictable"), lengths, capacity)
+
+    def wants_deeper(self, draft: Draft, capacity: int) -> bool:
+        """
+        Whether some row's chance to get as far as its next place beats the worst score that the budget holds by now. A
+        tie goes to the shallower place.
+        """
+        if self.calibration is not None:
+            draft = self.calibration.calibrated(draft)
+        scores = draft.prefix_scores(predictable=self.score == "predictable")  # (R, K)
+        bound = torch.minimum(scores[:, -1], draft.probabilities.prod(1))
+        bound = bound.masked_fill(draft.lengths <= draft.depth, -torch.inf)  # (R,)
+        if capacity <= scores.numel():
+            bound = bound.masked_fill(bound <= scores.flatten().topk(capacity).values[-1], -torch.inf)
+        return bool((bound > -torch.inf).any())
 
     def observe(self, verification: Verification) -> None:
         if self.calibration is not None:
@@ -163,6 +192,12 @@ class FixedWindowSelector(DraftSelector):
         if self.window is not None:
             lengths = lengths.clamp(max=self.window)
         return spend(evenly(lengths, draft.depth), lengths, capacity)
+
+    def wants_deeper(self, draft: Draft, capacity: int) -> bool:
+        if self.window is not None and draft.depth >= self.window:
+            return False
+        deeper = bool((draft.lengths > draft.depth).any())
+        return deeper and int(draft.lengths.clamp(max=draft.depth).sum()) < capacity
 
 
 def evenly(lengths: torch.Tensor, depth: int) -> torch.Tensor:

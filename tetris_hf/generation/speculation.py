@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .cuda_graph import CudaGraph, LateFlag, StageClock
+from .auto_capacity import AutoCapacity
+from .captured_steps import CapturedSteps, StepSize
+from .cuda_graph import StageClock
 from .drafting import Draft, Drafter, Verification
 from .fingerprint import of_object
-from .fusing import fusing
 from .outputs import OutputRecorder
 from .packed_model import PackedModel, PackedOutput
 from .packing import Packing
@@ -26,10 +27,7 @@ from .selection import DraftSelectorList
 from .stats import TetrisStats
 from .stopping import RowStopping
 from .streaming import RowStreamer, stream_new_tokens
-
-
-# The one replay whose stages are timed, for which the host has to wait: late enough to be like most.
-TIMED_STEP = 4
+from .tensor_parallel import Lead
 
 
 @dataclass
@@ -52,7 +50,11 @@ class Speculation:
         compiles (`bool`): Whether layers run compiled in the steps.
         captures_forwards (`bool`): Whether each forward of a step is captured in a CUDA graph of its own.
         compile_config (`CompileConfig`, *optional*): How layers are compiled.
-        graph (`CudaGraph`, *optional*): A whole step of all rows, captured ([`capture`]).
+        feeds (`tuple[int, ...]`, *optional*, defaults to `(0,)`):
+            Prompt tokens of rows admitted on the way that a step can take in besides, if steps have fixed shapes.
+        captured ([`CapturedSteps`], *optional*): Whole steps of all rows ([`capture`]).
+        auto ([`AutoCapacity`], *optional*): Sets `capacity` and `depth` between steps.
+        clock ([`StageClock`]): Times the stages of a step that is being captured.
     """
 
     target: PackedModel
@@ -69,25 +71,31 @@ class Speculation:
     compiles: bool = False
     captures_forwards: bool = False
     compile_config: Any = None
-    graph: CudaGraph[None] | None = None
+    feeds: tuple[int, ...] = (0,)
+    captured: CapturedSteps | None = None
+    auto: AutoCapacity | None = None
+    clock: StageClock = field(default_factory=StageClock)
 
     def __post_init__(self) -> None:
-        self._clock, self._begun = StageClock(), False
+        self._begun = False
+        self._lead = Lead(self.target.model)
         if self.capacity == 0:
             self.drafter = None
 
     def run(self) -> None:
         """Generate until every row has ended."""
+        self.begin()
         with self.stats.timed("prefill"):
-            self._stream(self.rows.everyone, self.prefill())
+            self.stream(self.rows.everyone, self.prefill())
             ended = bool(self.rows.finished.all())
-        if self.graph is not None:
+        if self.captured is not None:
             with self.stats.timed("replay"):
-                self._replay(self.graph)
+                self.captured.run()
         else:
             while not ended:
                 live = self.rows.live()
-                self._stream(live, self.step(live))
+                self.stream(live, self.step(live))
+                self.stepped()
                 ended = bool(self.rows.finished.all())
         self._finish()
 
@@ -103,6 +111,7 @@ class Speculation:
         """
         rows = self.rows
         live = rows.everyone if live is None else live
+        rows.unfed[live] = 0
         counts = torch.zeros_like(rows.length).index_copy_(0, live, rows.text_length(live))  # (N,)
         packing = Packing.fitting(counts, torch.zeros_like(counts))
         tokens = rows.read(packing.rows, packing.positions)
@@ -111,26 +120,29 @@ class Speculation:
         if self.drafter is not None:
             if not self._begun:
                 self.drafter.begin(self.target.model, rows, scores.shape[1], self.processing.for_drafts())
-            self.drafter.admit(rows, live)
-        p = self._distributions(scores)
+            if self.depth > 0:
+                self.drafter.admit(rows, live)
+        p = self._distributions(scores, live, rows.length[live])
         first = Accepted(tokens=(p if p.dim() == 1 else sample(p))[:, None], counts=torch.ones_like(live))
+        self._lead(first.tokens)
         none = torch.zeros_like(live)
         starts = torch.arange(len(live), device=live.device)
         seen = Verification(live, Draft.empty(live), none, none, output.hidden_states, starts)
         kept = self._commit(first, seen, output, scores)
         if not self._begun:
-            for packed in self._packed_models():
+            for packed in self.packed_models():
                 packed.compiles, packed.captures = self.compiles, self.captures_forwards
                 packed.compile_config = self.compile_config
         self._begun = True
         return kept
 
-    def step(self, live: torch.Tensor) -> torch.Tensor:
+    def step(self, live: torch.Tensor, feed: int = 0) -> torch.Tensor:
         """
-        Advance every live row by one token at least.
+        Advance every live row by one token at least, but those that wait for their prompt.
 
         Args:
             live (`torch.LongTensor` of shape `(R,)`): `rows.live()`.
+            feed (`int`, *optional*, defaults to 0): Prompt tokens of waiting rows to compute besides, at most.
 
         Returns:
             `torch.LongTensor` of shape `(R,)`: Tokens committed in each of them.
@@ -139,19 +151,83 @@ class Speculation:
             draft = self._propose(live)  # tokens (R, K)
         with self._stage("select"):
             lengths = self.selectors(draft, self.capacity)  # (R,)
+            self._lead(lengths)
         with self._stage("verify"):
-            output, scores, starts = self._verify(live, lengths)  # (T, V)
+            output, p, scores, starts = self._verify(live, lengths, feed)  # (T, V)
         with self._stage("commit"):
-            accepted = rejection_sample(self._distributions(scores), draft.q, draft.tokens, lengths, starts)
+            accepted = rejection_sample(p, draft.q, draft.tokens, lengths, starts)
+            self._lead(accepted.tokens, accepted.counts)
             verification = Verification(live, draft, lengths, accepted.counts - 1, output.hidden_states, starts)
             kept = self._commit(accepted, verification, output, scores)
             self.stats.count(live, draft.lengths, lengths, verification.num_accepted, kept)
             self.selectors.observe(verification)
+            if self.auto is not None:
+                self.auto.controller.observe(verification, going=kept > 0)
         return kept
+
+    def admit(
+        self,
+        live: torch.Tensor,
+        prompts: torch.Tensor,
+        lengths: torch.Tensor,
+        max_length: torch.Tensor,
+        seeds: torch.Tensor,
+    ) -> None:
+        """Put new prompts into the ended rows `live`, as [`Rows.admit`] does. Steps with a feed compute them."""
+        self.rows.admit(live, prompts, lengths, max_length, seeds)
+        self.stats.forget(live)
+        if self._begun and self.drafter is not None and self.depth > 0:
+            self.drafter.admit(self.rows, live)
+
+    def begin(self) -> None:
+        """Before the prompts of a call."""
+        if self.auto is not None:
+            self.auto.begin(self)
+
+    def stepped(self, feed: int = 0) -> None:
+        """After every step; a feed as of [`step`]."""
+        if self.auto is not None:
+            self.auto.count(self, feed)
+
+    def catch_up(self) -> None:
+        """Show the drafter what was committed in steps without it."""
+        if self.drafter is not None:
+            self.drafter.admit(self.rows, self.rows.live())
+
+    def advance(self, feed: int = 0) -> None:
+        """
+        One step of whichever rows are live, by a replay where steps are captured.
+
+        Args:
+            feed (`int`, *optional*, defaults to 0): As of [`step`]; one of `feeds` if shapes are fixed.
+        """
+        if self.captured is None:
+            self.step(self.rows.live(), feed)
+        else:
+            self.captured.replay(self.size(feed))
+
+    def sizes(self) -> list[StepSize]:
+        """In which steps may come, if their shapes are fixed."""
+        settings = [self.size()[:2]] if self.auto is None else self.auto.controller.settings
+        return [StepSize(capacity, depth, feed) for capacity, depth in settings for feed in self.feeds]
+
+    def size(self, feed: int = 0) -> StepSize:
+        """Of the steps that are taken now."""
+        return StepSize(self.capacity, self.depth, feed)
+
+    @contextmanager
+    def sized(self, size: StepSize) -> Iterator[None]:
+        """Within this context, steps are of this size."""
+        before = self.capacity, self.depth
+        self.capacity, self.depth = size.capacity, size.depth
+        try:
+            yield
+        finally:
+            self.capacity, self.depth = before
 
     def capture(self) -> None:
         """
-        Capture a step of all rows in a CUDA graph, which [`run`] then replays.
+        Capture steps of all rows in CUDA graphs, which [`run`] and [`advance`] then replay.
 
         Runs on a batch of its own, of prompts of one token, all of them ended: so the capture leaves no trace but the
         memory that every later call finds again.
@@ -159,22 +235,17 @@ class Speculation:
         Raises:
             [`CannotCapture`]: If some part of a step waits for the device.
         """
-        rows, none = self.rows, torch.zeros_like(self.rows.padding)
-        rows.restart(rows.tokens.new_full((rows.num_rows, 1), rows.pad_token_id), none, rows.width)
-        self._begun = False
-        self._ended, self._clock = LateFlag(), StageClock()
-        random_state = torch.random.fork_rng([rows.tokens.device] if rows.tokens.is_cuda else [])
-        with random_state, fusing(self.compiles):
-            self.prefill()
+        rows, device = self.rows, self.rows.tokens.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            self.begin_again(rows.tokens.new_full((rows.num_rows, 1), rows.pad_token_id))
             rows.finished.fill_(True)
-            before = [(packed.num_forwards, packed.num_tokens) for packed in self._packed_models()]
-            self.graph = CudaGraph(self._step_and_tell)
-        # What one replay stands for.
-        runs = self.graph.RUNS
-        self._forwards = [
-            (packed, (packed.num_forwards - forwards) // runs, (packed.num_tokens - tokens) // runs)
-            for packed, (forwards, tokens) in zip(self._packed_models(), before, strict=True)
-        ]
+            self.captured = CapturedSteps(self, self.sizes())
+
+    def begin_again(self, input_ids: torch.Tensor) -> None:
+        """Begin a batch that is nobody's, with prompts of shape `(N, W)` without padding."""
+        self.rows.restart(input_ids, torch.zeros_like(self.rows.padding), self.rows.width)
+        self._begun = False
+        self.prefill()
 
     def users(self) -> list[Any]:
         """Objects of the caller's that hold tensors of this batch, and so can work for one batch at a time."""
@@ -192,62 +263,34 @@ class Speculation:
             max_length (`int`): Columns at which a row ends.
         """
         self.rows.restart(input_ids, padding, max_length)
+        self.rows.seeds.copy_(batch.rows.seeds)
         self._shown = self.rows.length.clone()
         self.stats.reset()
         self._begun = False
-        for packed in self._packed_models():
+        for packed in self.packed_models():
             packed.num_forwards = packed.num_tokens = 0
         self.recorder, self.streamer = batch.recorder, batch.streamer
-        if self.graph is None:  # else the graph holds equal ones
+        if self.captured is None:  # else the graphs hold equal ones
             self.processing, self.stopping = batch.processing, batch.stopping
         self.processing.rows = self.recorder.rows = self.rows
 
-    def _packed_models(self) -> list[PackedModel]:
+    def packed_models(self) -> list[PackedModel]:
+        """The target's and those of the drafter."""
         return [self.target, *(self.drafter.packed_models if self.drafter is not None else [])]
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        with self.stats.timed(name), self._clock.stage(name):
+        with self.stats.timed(name), self.clock.stage(name):
             yield
-
-    def _step_and_tell(self) -> None:
-        self.step(self.rows.everyone)
-        self._ended.tell(self.rows.finished.all())
-
-    def _replay(self, graph: CudaGraph[None]) -> None:
-        """Replay the step until every row has ended, and once more: the host hears of the end one step late."""
-        rows = self.rows
-        self._ended.clear()
-        steps = int((rows.max_length - rows.length).masked_fill(rows.finished, 0).max())  # each adds a token at least
-        for number in range(steps):
-            length = rows.length.clone() if self.streamer is not None else None
-            graph()
-            self._count_replay()
-            if length is not None:
-                self._stream(rows.everyone, rows.length - length)
-            if number == min(TIMED_STEP, steps - 1):
-                self.stats.step_seconds = self._clock.seconds()
-            if self._ended.seen():
-                break
-
-    def advance(self) -> None:
-        """One step of whichever rows are live, by a replay where steps are captured."""
-        if self.graph is None:
-            self.step(self.rows.live())
-        else:
-            self.graph()
-            self._count_replay()
-
-    def _count_replay(self) -> None:
-        for packed, forwards, tokens in self._forwards:
-            packed.num_forwards += forwards
-            packed.num_tokens += tokens
 
     def _finish(self) -> None:
         """Everything that waits for the last row."""
         stats = self.stats
         stats.target_forwards, stats.target_tokens = self.target.num_forwards, self.target.num_tokens
-        stats.draft_forwards = sum(packed.num_forwards for packed in self._packed_models()[1:])
+        if self.auto is not None:
+            stats.settings = dict(self.auto.steps)
+            stats.capacity = max((capacity for capacity, _ in stats.settings), default=0)
+        stats.draft_forwards = sum(packed.num_forwards for packed in self.packed_models()[1:])
         if self.streamer is not None:
             self.streamer.end()
 
@@ -260,33 +303,54 @@ class Speculation:
             depth = min(depth, int(self.rows.room(live).max()))
         if depth == 0:
             return Draft.empty(live)
-        draft = self.drafter.propose(self.rows, live, depth)
+        if not self.rows.fixed_shapes:
+            self.drafter.wants_deeper = lambda draft: self.selectors.wants_deeper(draft, self.capacity)
+        try:
+            draft = self.drafter.propose(self.rows, live, depth)
+        finally:
+            self.drafter.wants_deeper = None
+        self._lead(draft.tokens, draft.lengths)
         self.rows.write(live, draft.tokens, draft.lengths)
         return draft
 
-    def _verify(self, live: torch.Tensor, lengths: torch.Tensor) -> tuple[PackedOutput, torch.Tensor, torch.Tensor]:
+    def _verify(
+        self, live: torch.Tensor, lengths: torch.Tensor, feed: int
+    ) -> tuple[PackedOutput, torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        One target forward over each row's last committed token and its selected drafts, nothing else.
+        One target forward over each row's last committed token and its selected drafts, and over `feed` prompt tokens
+        of rows that wait; nothing else.
 
         Returns:
-            `tuple[PackedOutput, torch.FloatTensor, torch.LongTensor]`: What the target said; its processed scores in
-            packed order, `(T, V)`; and the packed index of each live row's first ones, `(R,)`.
+            `tuple[PackedOutput, torch.Tensor, torch.FloatTensor, torch.LongTensor]`: What the target said, prompt
+            tokens but the last ones left out; p, in packed order ([`rejection_sample`]); its processed scores,
+            `(T, V)`; and the packed index of each live row's first ones, `(R,)`.
         """
         rows = self.rows
-        going = (lengths + 1).masked_fill(rows.finished[live], 0)
+        last = rows.text_length(rows.everyone) - 1  # (N,)
+        first = last - rows.unfed
+        fed = rows.feed(feed) if feed > 0 else None
+        going = (lengths + 1).masked_fill(rows.finished[live] | (rows.unfed[live] > 0), 0)
         counts = torch.zeros_like(rows.length).index_copy_(0, live, going)  # (N,)
-        first = rows.text_length(rows.everyone) - 1
-        if rows.fixed_shapes:
-            num_tokens = rows.num_rows + min(self.capacity, rows.num_rows * self.depth)
-            packing = Packing.of(counts, first, num_tokens, self.depth + 1, self.target.cache.length)
-        else:
-            packing = Packing.fitting(counts, first)
+        num_tokens = rows.num_rows + min(self.capacity, rows.num_rows * self.depth)
+        verified = packing = self._packing(counts, last, num_tokens, self.depth + 1)
+        keep = None
+        if fed is not None:
+            packing = self._packing(counts + fed, first, num_tokens + feed, max(self.depth, feed) + 1)
+            owners = verified.rows.clamp(min=0)
+            keep = ((packing.starts + fed)[owners] + verified.offsets).clamp(max=packing.num_tokens - 1)
         tokens = rows.read(packing.rows, packing.positions)
-        output = self.target.forward(tokens, packing, recurring=rows.fixed_shapes)
-        columns = rows.padding[packing.rows] + packing.positions + 1
+        output = self.target.forward(tokens, packing, keep=keep, recurring=rows.fixed_shapes)
+        columns = rows.padding[verified.rows] + verified.positions + 1
         # A row that takes no part may start behind the last token.
-        starts = packing.starts[live].clamp(max=packing.num_tokens - 1)
-        return output, self.processing(output.logits, packing.rows, columns), starts
+        starts = verified.starts[live].clamp(max=verified.num_tokens - 1)
+        scores = self.processing(output.logits, verified.rows, columns)
+        return output, self._distributions(scores, verified.rows, columns), scores, starts
+
+    def _packing(self, counts: torch.Tensor, first: torch.Tensor, num_tokens: int, max_count: int) -> Packing:
+        """`counts` tokens of each row from position `first` on, in at most `num_tokens` and `max_count`."""
+        if self.rows.fixed_shapes:
+            return Packing.of(counts, first, num_tokens, max_count, self.target.cache.length)
+        return Packing.fitting(counts, first)
 
     def _commit(
         self, accepted: Accepted, verification: Verification, output: PackedOutput, scores: torch.Tensor
@@ -298,7 +362,7 @@ class Speculation:
             `torch.LongTensor` of shape `(R,)`: Tokens committed in each live row.
         """
         rows, live = self.rows, verification.live
-        counts = accepted.counts.masked_fill(rows.finished[live], 0)
+        counts = accepted.counts.masked_fill(rows.finished[live] | (rows.unfed[live] > 0), 0)
         rows.write(live, accepted.tokens, counts)
         kept, finished = self.stopping(rows, live, accepted.tokens, counts)
         self.recorder.record(verification, kept, output, scores)
@@ -308,7 +372,7 @@ class Speculation:
             self.drafter.observe(rows, verification)
         return kept
 
-    def _stream(self, live: torch.Tensor, kept: torch.Tensor) -> None:
+    def stream(self, live: torch.Tensor, kept: torch.Tensor) -> None:
         """Show the streamer what is new and certain to stay: up to the column about which all criteria were asked."""
         if self.streamer is None:
             return
@@ -320,6 +384,8 @@ class Speculation:
         live, kept = live[kept > 0], kept[kept > 0]
         stream_new_tokens(self.streamer, rows, live, kept, settled)
 
-    def _distributions(self, scores: torch.Tensor) -> torch.Tensor:
+    def _distributions(self, scores: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """float32 `(T, V)` when sampling, else `(T,)`: the token at which each is one."""
-        return scores.softmax(-1) if self.processing.do_sample else scores.argmax(-1)
+        if self.processing.do_sample:
+            return scores.softmax(-1)
+        return self.processing.with_noise(scores, rows, columns).argmax(-1)

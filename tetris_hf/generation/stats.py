@@ -34,7 +34,8 @@ class TetrisStats:
         accepted (`torch.LongTensor` of shape `(N, K)`): Those that became text.
         bonus (`torch.LongTensor` of shape `(N,)`): Tokens added by the target.
         live_steps (`torch.LongTensor` of shape `(N,)`): Steps that each row took part in.
-        capacity (`int`): C.
+        capacity (`int`): C; the largest that was in force, if it was chosen as it went.
+        settings (`dict[tuple[int, int], int]`): Steps by (C, K), if those were chosen as it went.
         target_forwards (`int`): Forwards of the target, the prompts' included.
         target_tokens (`int`): Tokens computed in them.
         draft_forwards (`int`): Forwards of the draft model.
@@ -55,6 +56,7 @@ class TetrisStats:
     target_forwards: int = 0
     target_tokens: int = 0
     draft_forwards: int = 0
+    settings: dict[tuple[int, int], int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     step_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -69,7 +71,7 @@ class TetrisStats:
         """Back to nothing, in the same tensors."""
         for name in _COUNTS:
             getattr(self, name).zero_()
-        self.seconds, self.step_seconds = {}, {}
+        self.seconds, self.step_seconds, self.settings = {}, {}, {}
 
     def forget(self, rows: torch.Tensor) -> None:
         """What was counted for `rows`, of shape `(R,)`: other texts take their place."""

@@ -49,7 +49,9 @@ def prepared(fresh: Speculation, compile_config: Any = None) -> Iterator[Specula
         _make_room(model, fresh.users())
         if fresh.rows.fixed_shapes:
             _capture(fresh, compile_config)
-            key = _key(fresh, compile_config)  # a first forward may leave something on a model
+        if fresh.auto is not None:
+            fresh.auto.prepare(fresh)
+        key = _key(fresh, compile_config)  # a first forward may leave something on a model
     try:
         yield speculation
     except BaseException:
@@ -92,8 +94,8 @@ def _key(speculation: Speculation, compile_config: Any) -> Hashable:
         (speculation.processing.fingerprint(), speculation.stopping.fingerprint()) if whole else None,
         speculation.rows.num_rows,
         speculation.rows.pad_token_id,
-        speculation.capacity,
-        speculation.depth,
+        tuple(speculation.sizes()),
+        id(speculation.auto.controller) if speculation.auto is not None else None,
         speculation.target.keep_hidden_states,
         speculation.target.keep_all_hidden_states,
         of_model(speculation.target.model),

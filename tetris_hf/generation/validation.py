@@ -48,19 +48,21 @@ _STATEFUL_PROCESSORS = (
 )
 
 
-def check_capacity(capacity: Any, name: str = "tetris_capacity") -> int:
+def check_capacity(capacity: Any, name: str = "tetris_capacity") -> int | str:
     """
     Args:
-        capacity (`int`): C.
+        capacity (`int` or `"auto"`): C.
         name (`str`, *optional*): What the user calls it.
 
     Raises:
-        `ValueError`: If it is no integer, or negative.
+        `ValueError`: If it is neither `"auto"` nor an integer, or negative.
     """
+    if capacity == "auto":
+        return "auto"
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
         raise ValueError(
             f"`{name}` must be an integer of at least 0, the draft tokens verified per step over the whole batch, got "
-            f"{capacity!r}. 0 decodes without drafts; None is plain `generate`."
+            f'{capacity!r}. 0 decodes without drafts, "auto" chooses; None is plain `generate`.'
         )
     return capacity
 
@@ -97,7 +99,10 @@ def check_depth(depth: Any, name: str = "num_assistant_tokens") -> int | None:
 
 
 def check_request(
-    input_ids: torch.Tensor, generation_config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    processors: LogitsProcessorList,
+    model_kwargs: dict[str, Any],
 ) -> None:
     """
     Args:

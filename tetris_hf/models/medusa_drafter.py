@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from ..generation import Draft, Drafter, Verification
-from ..generation.drafting import entropy
+from ..generation.drafting import Draft, Drafter, Verification, entropy
 from ..generation.fingerprint import of_model
 from ..generation.processing import LogitsProcessing
 from ..generation.rows import Rows
@@ -65,6 +64,7 @@ class MedusaDrafter(Drafter):
     def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:
         self._lm_head = target.get_output_embeddings()
         self._vocab_size = vocab_size
+        self._processing = processing.for_drafts(history=False)
 
     def observe(self, rows: Rows, verification: Verification) -> None:
         """Keep, for each row, the hidden state that gave its newest token."""
@@ -83,11 +83,21 @@ class MedusaDrafter(Drafter):
         depth = min(depth, self.heads.config.medusa_num_heads)
         logits = self.heads(self._states[live.to(self._states.device)], self._lm_head, num_heads=depth)
         scores = logits[..., : self._vocab_size].float()  # (R, K, V)
+        if self._processing.seeded:
+            scores = self._noisy(scores, rows, live)
         probabilities, tokens = (best.to(live.device) for best in scores.softmax(-1).max(-1))  # (R, K)
         entropies = entropy(scores).to(live.device) if self.keeps_entropies else None
         # The token is a function of the distribution: its probability tells nothing that the distribution does not.
         lengths = rows.room(live).clamp(max=depth)
         return Draft(tokens, lengths, probabilities, probabilities, entropies=entropies)
+
+    def _noisy(self, scores: torch.Tensor, rows: Rows, live: torch.Tensor) -> torch.Tensor:
+        """Scores as the target will take the maximum of, `(R, K, V)`."""
+        depth = scores.shape[1]
+        columns = (rows.length[live, None] + torch.arange(depth, device=live.device)).flatten()  # (R * K,)
+        owners = live.repeat_interleave(depth)
+        flat = self._processing(scores.flatten(0, 1).to(live.device), owners, columns)
+        return self._processing.with_noise(flat, owners, columns).unflatten(0, (len(live), depth))
 
     def end(self) -> None:
         self._states = self._lm_head = None

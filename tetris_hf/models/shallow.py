@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
+from ..generation.tensor_parallel import group_of
 from .layer_skip import LayerSkipAssistant, _decoder_layers
 
 
@@ -56,8 +58,14 @@ class ShallowAssistant:
             `PreTrainedModel`: The assistant.
 
         Raises:
-            `ValueError`: If the target's layers are quantized, or [`LayerSkipAssistant`] refuses it or the layers.
+            `ValueError`: If the target's layers are quantized or split over processes, or [`LayerSkipAssistant`]
+                refuses it or the layers.
         """
+        if group_of(target) is not None:
+            raise ValueError(
+                "`target` is split over processes (tensor parallelism): train the assistant with a whole target; what "
+                "is stored then can be loaded for a split one."
+            )
         assistant = LayerSkipAssistant(target, layers)
         own = ShallowAssistant.own_parameters(assistant)
         for name, parameter in own.items():
@@ -95,7 +103,7 @@ class ShallowAssistant:
         }
 
     @staticmethod
-    def save_pretrained(assistant: PreTrainedModel, save_directory: str | os.PathLike) -> None:
+    def save_pretrained(assistant: PreTrainedModel, save_directory: str | os.PathLike[str]) -> None:
         """
         Store the assistant's own weights and its configuration.
 
@@ -116,7 +124,7 @@ class ShallowAssistant:
 
     @staticmethod
     def from_pretrained(
-        pretrained_model_name_or_path: str | os.PathLike, target: PreTrainedModel, **kwargs: Any
+        pretrained_model_name_or_path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
         """
         Load an assistant for `target`. Its own weights take the dtype and device of the target's embeddings.
@@ -166,4 +174,6 @@ def _replace(assistant: PreTrainedModel, weights: dict[str, torch.Tensor]) -> No
         if isinstance(owner, nn.Linear) and type(owner) is not nn.Linear:  # a quantized layer of the target
             owner = nn.Linear(owner.in_features, owner.out_features, bias=owner.bias is not None, device="meta")
             assistant.set_submodule(path, owner)
+        if isinstance(vars(owner).get("forward"), FunctionType):
+            del owner.forward  # of a split target (tensor parallelism): it would run the target's weights
         setattr(owner, leaf, nn.Parameter(weight))

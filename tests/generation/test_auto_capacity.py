@@ -1,0 +1,159 @@
+"""`tetris_capacity="auto"`: the same text whatever is chosen, C = 0 where drafts do not pay, and nothing left behind."""
+
+import kit
+import pytest
+import torch
+from huggingface_hub import constants
+from scipy.stats import chisquare
+from test_step_graphs import DRAFTERS, RunsAgain, pretend_gpu
+
+import tetris_hf
+from tetris_hf import TetrisDecoding, generate_batch
+from tetris_hf.generation import auto_capacity
+from tetris_hf.generation.cost_table import CostTable
+
+
+@pytest.fixture(params=["eager", "fixed shapes"], autouse=True)
+def shapes(request, monkeypatch, tmp_path):
+    """Both ways in which a step can run."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    if request.param == "fixed shapes":
+        RunsAgain.made = []
+        pretend_gpu(monkeypatch)
+    yield request.param
+    tetris_hf.release_graphs()
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """Seconds of a step by (C, K), in the place of the clock."""
+
+    def set_to(base, per_place, per_token):
+        timed = []
+
+        def seconds(self, capacity, depth):
+            timed.append((capacity, depth))
+            return base + depth * per_place + capacity * per_token
+
+        monkeypatch.setattr(auto_capacity._StepTimer, "__call__", seconds)
+        monkeypatch.setattr(CostTable, "refine", lambda *args: None)
+        return timed
+
+    return set_to
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_text_is_that_of_plain_generate(name):
+    """With a real clock: whatever it says."""
+    target = kit.tiny()
+    drafter = DRAFTERS[name](target)
+    for seed in (0, 1):
+        batch = kit.ragged(seed=seed)
+        out = kit.speculate(target, batch, drafter, "auto", 3, max_new_tokens=30)
+        assert torch.equal(out.sequences, kit.plain(target, batch, max_new_tokens=30))
+        stats = out.tetris_stats
+        assert sum(stats.settings.values()) >= stats.steps
+        assert stats.verified.sum() <= sum(capacity * steps for (capacity, _), steps in stats.settings.items())
+
+
+def test_dear_drafts_are_given_up_and_good_ones_used(costs, monkeypatch, tmp_path):
+    target = kit.tiny()
+    expected = kit.plain(target, kit.ragged(), max_new_tokens=60)
+    costs(1.0, 2.0, 1.0)
+    out = kit.speculate(target, kit.ragged(), kit.near(target), "auto", 3, max_new_tokens=60)
+    assert torch.equal(out.sequences, expected) and out.tetris_stats.settings.keys() == {(0, 0)}
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "other"))
+    for is_new in (True, False):
+        timed = costs(1.0, 0.001, 0.001)
+        other = kit.tiny()
+        out = kit.speculate(other, kit.ragged(), kit.near(other, noise=0.0), "auto", 3, max_new_tokens=60)
+        assert torch.equal(out.sequences, expected)
+        assert out.tetris_stats.mean_accepted > 2 and (0, 0) not in out.tetris_stats.settings
+        assert bool(timed) == is_new, "the second time the table is on disk: same model, same machine"
+
+
+def test_drafts_that_turn_out_bad_are_dropped_within_the_call_and_tried_again(costs, shapes):
+    """And the drafter, which saw nothing in between, catches up."""
+    target, stranger = kit.tiny(), kit.tiny(seed=99)
+    costs(1.0, 0.05, 0.01)
+    batch = kit.ragged()
+    settings = {"max_new_tokens": 100}
+    expected = kit.plain(kit.tiny(max_position_embeddings=512), batch, **settings)
+    target = kit.tiny(max_position_embeddings=512)
+    out = kit.speculate(target, batch, stranger, "auto", 3, **settings)
+    assert torch.equal(out.sequences, expected)
+    steps = out.tetris_stats.settings
+    assert steps[0, 0] > 60 and len(steps) > 1
+    # What was learned stays: the next call begins without drafts.
+    out = kit.speculate(target, batch, stranger, "auto", 3, **settings)
+    assert torch.equal(out.sequences, expected) and out.tetris_stats.settings[0, 0] > 60
+
+
+def test_a_catching_up_drafter_knows_the_whole_text(monkeypatch):
+    """C = 0 and drafts take turns: with a perfect assistant, everything that is drafted stands."""
+    target = kit.tiny()
+    turns = []
+
+    class Turns:
+        max_depth, table = 3, CostTable(5, {(0, 0): 1.0, (5, 1): 1.0})
+        settings = [(0, 0), (15, 3)]
+        interval = 3
+
+        def begin(self):
+            turns.append(0)
+            return self.settings[0]
+
+        def decide(self, seconds, gains):
+            turns.append(0)
+            return self.settings[len(turns) % 2]
+
+        def observe(self, verification, going):
+            pass
+
+        gains = torch.zeros(2)
+
+    controller = Turns()
+    monkeypatch.setattr("tetris_hf.generation.decoding.controller_for", lambda *args: controller)
+    out = kit.speculate(target, kit.ragged(), kit.near(target, noise=0.0), "auto", 3, max_new_tokens=40)
+    assert torch.equal(out.sequences, kit.plain(target, kit.ragged(), max_new_tokens=40))
+    assert out.tetris_stats.vsr == 1 and len(turns) > 4
+
+
+def test_jobs_choose_too(costs):
+    costs(1.0, 0.01, 0.01)
+    target = kit.tiny()
+    inputs = [[3 + i, 4, 5 + i] for i in range(9)]
+    outputs = generate_batch(
+        target, inputs, kit.near(target), "auto", 3, 3, progress_bar=False, do_sample=False, max_new_tokens=20
+    )
+    for ids, output in zip(inputs, outputs, strict=True):
+        plain = target.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20)[0, 3:].tolist()
+        assert output.generated_tokens == plain
+    assert sum(output.verified for output in outputs) > 0
+
+
+def test_the_law_is_the_targets(costs):
+    """C and K follow what was accepted before, and the text does not notice: 20,000 texts of three tokens."""
+    costs(1.0, 0.2, 0.0002)
+    table = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.4, 0.1], [0.1, 0.6, 0.2, 0.1]])
+    other = torch.tensor([[0.3, 0.3, 0.2, 0.2], [0.2, 0.2, 0.3, 0.3], [0.5, 0.1, 0.3, 0.1], [0.3, 0.3, 0.3, 0.1]])
+    target, draft = kit.markov(table), kit.markov(other)
+    torch.manual_seed(2)
+    counts = torch.zeros(64, dtype=torch.long)
+    chosen = set()
+    for _ in range(10):
+        ids = torch.full((2000, 1), 1)
+        out = kit.speculate(target, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, draft, "auto", 2,
+                            max_new_tokens=3, do_sample=True, eos_token_id=None)  # fmt: skip
+        texts = out.sequences[:, 1:]
+        counts += torch.bincount(texts[:, 0] * 16 + texts[:, 1] * 4 + texts[:, 2], minlength=64)
+        chosen |= out.tetris_stats.settings.keys()
+    law = (table[1][:, None, None] * table[:, :, None] * table[None]).flatten().double()
+    assert chisquare(counts.numpy(), (law / law.sum() * counts.sum()).numpy()).pvalue > 1e-3 and chosen
+
+
+def test_what_is_not_possible_is_refused():
+    with pytest.raises(ValueError, match='`capacity="auto"` needs somebody to draft'):
+        TetrisDecoding(None, "auto")
+    with pytest.raises(ValueError, match="must be an integer of at least 0"):
+        TetrisDecoding(kit.tiny(), "Auto")

@@ -1,0 +1,150 @@
+"""`tetris_capacity="auto"` in the loop: the clock that a controller reads, the steps that a cost table is timed on.
+
+Knows when a window of steps begins and ends. Does not know how C and K are chosen: that is `CapacityController`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from .capacity_controller import CapacityController, candidates
+from .cost_table import CostTable, cost_key
+
+
+if TYPE_CHECKING:
+    from .captured_steps import StepSize
+    from .speculation import Speculation
+
+MAX_DEPTH = 6
+# C / N and K that are captured in a CUDA graph each: fewer than an eager engine may choose from.
+_CAPTURED = ((0.5, (1,)), (1, (1, 2)), (1.5, (2,)), (2, (2, 3)), (3, (3,)), (4, (4,)))
+# Tokens of the texts on which steps are timed, and steps: a few to settle, some to time.
+_TEXT, _SETTLING, _TIMED = 64, 2, 5
+
+_kept: WeakKeyDictionary[PreTrainedModel, dict[Hashable, CapacityController]] = WeakKeyDictionary()
+
+
+def controller_for(speculation: Speculation, max_depth: int) -> CapacityController:
+    """
+    The controller of this model, drafter, batch size and way of running: what it learned stays as long as the model.
+
+    Args:
+        speculation ([`Speculation`]): What is to run.
+        max_depth (`int`): The largest K.
+    """
+    rows, drafter = speculation.rows, speculation.drafter
+    assert drafter is not None
+    key = rows.num_rows, rows.fixed_shapes, max_depth, drafter.fingerprint(), speculation.processing.do_sample
+    known = _kept.setdefault(speculation.target.model, {})
+    if key not in known:
+        settings = candidates(rows.num_rows, max_depth, _CAPTURED) if rows.fixed_shapes else None
+        known[key] = CapacityController(
+            rows.num_rows, None, max_depth=max_depth, settings=settings, device=rows.length.device
+        )
+    return known[key]
+
+
+class AutoCapacity:
+    """
+    Sets C and K of a [`Speculation`] between its steps.
+
+    Args:
+        controller ([`CapacityController`]): Who chooses.
+    """
+
+    def __init__(self, controller: CapacityController):
+        self.controller = controller
+        self.steps: dict[tuple[int, int], int] = {}
+
+    def prepare(self, speculation: Speculation) -> None:
+        """Make sure that the costs of steps are known: from disk, or timed now, on a batch of its own."""
+        if self.controller.table is not None:
+            return
+        drafter = speculation.drafter
+        mode = "eager" if speculation.captured is None else "captured"
+        mode += ", compiled" if speculation.compiles else ""
+        key = cost_key(speculation.target.model, drafter, speculation.rows.num_rows, mode)
+        device = speculation.rows.length.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            num_rows, max_depth = speculation.rows.num_rows, self.controller.max_depth
+            captured = speculation.captured is not None
+            settings = self.controller.settings if captured else CostTable.settings_to_time(num_rows, max_depth)
+            self.controller.table = CostTable.cached(key, _StepTimer(speculation), num_rows, settings)
+        self.controller.reset()
+
+    def begin(self, speculation: Speculation) -> None:
+        """Start a call."""
+        self.steps = {}
+        speculation.capacity, speculation.depth = self.controller.begin()
+        self._open()
+
+    def _open(self) -> None:
+        self._count, self._pure, self._start = 0, True, time.perf_counter()
+
+    def count(self, speculation: Speculation, feed: int = 0) -> None:
+        """
+        After every step.
+
+        Args:
+            speculation ([`Speculation`]): What runs.
+            feed (`int`, *optional*, defaults to 0): Prompt tokens that the step took in: its time says little then.
+        """
+        setting = speculation.capacity, speculation.depth
+        self.steps[setting] = self.steps.get(setting, 0) + 1
+        self._count += 1
+        self._pure = self._pure and feed == 0
+        if self._count < self.controller.interval:
+            return
+        gains = self.controller.gains.cpu()  # waits for the steps, so that the clock tells their time
+        seconds = (time.perf_counter() - self._start) / self._count if self._pure else None
+        speculation.capacity, speculation.depth = self.controller.decide(seconds, gains)
+        self._open()
+        if setting[1] == 0 and speculation.depth > 0:
+            speculation.catch_up()
+            self._pure = False
+
+
+class _StepTimer:
+    """
+    Seconds of a step of some C and K.
+
+    Args:
+        speculation ([`Speculation`]): Whose steps. Its batch is lost.
+    """
+
+    def __init__(self, speculation: Speculation):
+        self.speculation = speculation
+
+    def __call__(self, capacity: int, depth: int) -> float:
+        speculation, rows = self.speculation, self.speculation.rows
+        device = rows.length.device
+        width = max(1, min(_TEXT, rows.width - (_SETTLING + _TIMED) * (depth + 1)))
+        vocabulary = speculation.target.model.get_input_embeddings().weight.shape[0]
+        text = torch.randint(vocabulary, (rows.num_rows, width), device=device)
+        seconds = []
+        with speculation.sized(self._size(capacity, depth)):
+            speculation.begin_again(text)
+            for step in range(_SETTLING + _TIMED):
+                start = self._now(device)
+                speculation.advance()
+                if step >= _SETTLING:
+                    seconds.append(self._now(device) - start)
+                if bool(rows.finished.all()):
+                    speculation.begin_again(text)
+        return statistics.median(seconds)
+
+    def _size(self, capacity: int, depth: int) -> StepSize:
+        return self.speculation.size()._replace(capacity=capacity, depth=depth)
+
+    @staticmethod
+    def _now(device: torch.device) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()

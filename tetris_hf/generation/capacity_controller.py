@@ -1,0 +1,308 @@
+"""`tetris_capacity="auto"`: which C and K would bring most tokens per second, decided between steps.
+
+Knows what drafts promised, what stood, and what steps cost. Does not know models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from .calibration import AcceptanceCalibration
+from .cost_table import CostTable
+from .drafting import Verification
+from .fusing import fused
+
+
+# C / N, and the K worth trying with each: at most 16 settings with C = 0, since each may become a captured graph.
+_CANDIDATES = ((0.5, (1, 2)), (1, (1, 2, 3)), (1.5, (2, 3)), (2, (2, 3, 4)), (3, (3, 4, 5)), (4, (4, 6)))
+# The chance of a draft token that is assumed before there is data, and the best one that is hoped for in a trial.
+_EXPECTED, _HOPED = 0.7, 0.85
+# Steps between two decisions, and how much better another setting must look.
+_INTERVAL, _MARGIN = 16, 1.015
+# Windows that a setting stays at least, least steps of C = 0 between two trials, share of that time that one may cost.
+_DWELL, _WAIT, _TRIAL_SHARE = 2, 64, 0.008
+# How fast the rate of a place that is not drafted any more is forgotten, per step.
+_FORGET = 0.002
+
+
+class CapacityController:
+    """
+    Chooses C and K to maximise `(live rows + expected accepted tokens) / seconds of a step`, C = 0 included.
+
+    Every step says what *any* setting would have gained, as in DSpark and vLLM's adaptive verification, but by calibrated
+    chances: the expected number of accepted tokens of C and K is the sum of the C largest prefix scores at the first K
+    places (TETRIS paper, Theorem 1). The seconds come from a [`CostTable`] that the steps themselves correct.
+
+    **Sampling stays exact**: C and K are fixed before a step, by earlier steps and by clocks alone, so whether a token
+    is verified never depends on that token (`docs/algorithm.md`).
+
+    What was learned stays from call to call.
+
+    Args:
+        num_rows (`int`): N.
+        table ([`CostTable`]): Seconds of a step.
+        max_depth (`int`, *optional*, defaults to 6): The largest K.
+        settings (`Iterable[tuple[int, int]]`, *optional*):
+            (C, K) to choose from, besides C = 0; by default up to 15 with C from N / 2 to 4 N.
+        retries (`bool`, *optional*, defaults to `True`):
+            Whether drafts are tried again within a call that went over to C = 0; else with the next call.
+        device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where steps run.
+
+    Attributes:
+        settings (`list[tuple[int, int]]`): (C, K), (0, 0) first.
+        setting (`tuple[int, int]`): The one in force.
+        interval (`int`): Steps to run before the next [`decide`].
+        gains (`torch.FloatTensor` of shape `(S,)`): Expected accepted tokens per live row and step, by setting.
+
+    Raises:
+        `ValueError`: If `num_rows` or `max_depth` is under 1, or a setting has K < 1, K > `max_depth` or C < 1.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        table: CostTable | None,
+        max_depth: int = 6,
+        settings: Iterable[tuple[int, int]] | None = None,
+        retries: bool = True,
+        device: torch.device | str = "cpu",
+    ):
+        for name, count in (("num_rows", num_rows), ("max_depth", max_depth)):
+            if count < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {count}.")
+        wanted = [one for one in (candidates(num_rows, max_depth) if settings is None else settings) if one != (0, 0)]
+        for capacity, depth in wanted:
+            if capacity < 1 or not 1 <= depth <= max_depth:
+                raise ValueError(
+                    f"`settings` must be (C, K) with C at least 1 and K from 1 to {max_depth}, got {capacity, depth}."
+                )
+        self.num_rows, self.retries, self.max_depth = num_rows, retries, max_depth
+        self.table: CostTable = table  # type: ignore[assignment]  # given later, before the first call
+        self.settings = [(0, 0), *dict.fromkeys(wanted)]
+        self.calibration = AcceptanceCalibration(max_depth)
+        self.calibration.slope = self.calibration.slope.to(device)
+        self.calibration.shift = self.calibration.shift.to(device)
+        # An average over some 256 drafted rows.
+        self._memory = 1 / min(max(256 / num_rows, 8), 32)
+        self._first_window = min(max(math.ceil(64 / num_rows), 4), _INTERVAL)
+        self._depths = torch.tensor([depth for _, depth in self.settings], device=device)  # (S,)
+        self._capacities = torch.tensor([capacity for capacity, _ in self.settings], device=device)  # (S,)
+        self.gains = torch.zeros(len(self.settings), device=device)  # (S,)
+        self._steps = torch.zeros((), device=device)  # behind `gains`
+        self._outcome = torch.zeros(2, device=device)  # accepted and expected tokens of what was verified
+        self._rates = torch.zeros(max_depth, device=device)  # chance of a place, given the one before
+        self._rated = torch.zeros(max_depth, device=device)  # steps behind each
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was learned, but for the corrections of the table."""
+        self.calibration.reset()
+        for state in (self._steps, self._outcome, self._rated):
+            state.zero_()
+        self._rates.fill_(_EXPECTED)
+        self._expected = [promised(*one, self.num_rows, _EXPECTED) for one in self.settings]
+        self._hoped = [promised(*one, self.num_rows, _HOPED) for one in self.settings]
+        self.gains.copy_(torch.tensor(self._expected))
+        self._knows = self._trying = False
+        self._idle = self._windows = 0
+        self.interval, self.setting = _INTERVAL, (0, 0)
+
+    def begin(self) -> tuple[int, int]:
+        """
+        Start a call: with the setting that was in force at the end of the last one. If that was C = 0, drafts are tried
+        again, if trials have not cost too much lately.
+
+        Returns:
+            `tuple[int, int]`: C and K.
+        """
+        self._windows = _DWELL
+        if not self._knows:
+            self.setting = self._best(self._expected)
+            self._trying = self.setting != (0, 0)
+            self.interval = self._first_window if self._trying else _INTERVAL
+        elif self.setting == (0, 0):
+            self._try()
+        else:
+            self._steps.clamp_(max=4)  # other texts
+            self.interval = self._first_window
+        return self.setting
+
+    def observe(self, verification: Verification, going: torch.Tensor | None = None) -> None:
+        """
+        Learn from a step, on its device and without waiting for it. A step without drafts, or in which all rows had
+        ended, teaches nothing.
+
+        Args:
+            verification ([`Verification`]): What the target said.
+            going (`torch.BoolTensor` of shape `(R,)`, *optional*): Rows that had not ended before the step; by default
+                all.
+        """
+        draft = verification.draft
+        if draft.depth == 0:
+            return
+        if going is None:
+            going = torch.ones_like(draft.lengths, dtype=torch.bool)
+        scores = self.calibration.calibrated(draft).prefix_scores().clamp(min=0)[:, : len(self._rates)]  # (R, K)
+        self.calibration.observe(verification)
+        live, memory = going.sum(), self._memory
+        accepted = torch.minimum(verification.num_accepted, verification.lengths)
+        deep = _learn_rates(scores, self._rates, self._rated, memory)  # (R, max_depth)
+        trust = _learn_trust(scores, verification.lengths, accepted, live, self._outcome, memory)
+        best = _best_sums(deep, self._depths, self._capacities)  # (S,)
+        _learn_gains(best, trust, live, self._capacities, self._depths, self.gains, self._steps, memory)
+
+    def decide(self, seconds_per_step: float | None = None, gains: torch.Tensor | None = None) -> tuple[int, int]:
+        """
+        Choose for the steps to come, after `interval` steps of [`setting`].
+
+        Args:
+            seconds_per_step (`float`, *optional*):
+                Mean seconds of the steps since the last decision; none if they held something else, as a capture.
+            gains (`torch.FloatTensor` of shape `(S,)`, *optional*):
+                A copy of [`gains`], perhaps of a few steps ago. By default they are read now, which waits for the device.
+
+        Returns:
+            `tuple[int, int]`: C and K.
+        """
+        if seconds_per_step is not None:
+            self.table.refine(*self.setting, seconds_per_step)
+        if self.setting == (0, 0):
+            self._idle += self.interval
+            self.interval = _INTERVAL
+            if self.retries and self._idle >= _WAIT:
+                self._try()
+            return self.setting
+        known = (self.gains if gains is None else gains).tolist()
+        first, self._trying = self._trying, False
+        self._knows, self.interval = True, _INTERVAL
+        self._windows += 1
+        best = self._best(known)
+        now = self._speed(self.setting, known)
+        # C = 0 is the safe side, and is left again for a clear gain only.
+        margin = 1.0 if best == (0, 0) else _MARGIN
+        if first or (self._windows >= _DWELL and self._speed(best, known) > margin * now):
+            if first and best != (0, 0) and self._speed(best, known) <= _MARGIN * self._speed((0, 0), known):
+                best = (0, 0)
+            self._change(best)
+        return self.setting
+
+    def _change(self, setting: tuple[int, int]) -> None:
+        """Put a setting in force."""
+        if setting != self.setting:
+            self._windows = 0
+        if setting == (0, 0):
+            self._idle = 0
+        self.setting = setting
+
+    def _try(self) -> None:
+        """
+        From C = 0, draft for a few steps with the cheapest setting that could pay, if the worst that it may cost is
+        small against the time since the last trial.
+        """
+        base = self.table.step_seconds(0, 0)
+        hopeful = [one for one in self.settings[1:] if self._speed(one, self._hoped) > _MARGIN / base]
+        if not hopeful:
+            return
+        setting = min(hopeful, key=lambda one: self.table.step_seconds(*one))
+        cost = self._first_window * (self.table.step_seconds(*setting) - base)
+        if cost > _TRIAL_SHARE * self._idle * base:
+            return
+        # Only what the trial shows is to count.
+        self._steps.zero_()
+        self._outcome.zero_()
+        self.setting, self.interval, self._trying = setting, self._first_window, True
+
+    def _best(self, gains: list[float]) -> tuple[int, int]:
+        return max(self.settings, key=lambda one: self._speed(one, gains))
+
+    def _speed(self, setting: tuple[int, int], gains: list[float]) -> float:
+        """Tokens per live row and second."""
+        return (1 + gains[self.settings.index(setting)]) / self.table.step_seconds(*setting)
+
+
+def candidates(
+    num_rows: int, max_depth: int, ratios: Iterable[tuple[float, tuple[int, ...]]] = _CANDIDATES
+) -> list[tuple[int, int]]:
+    """(C, K) worth considering for N rows: C at most N K, and K at most C, as deep as one row can go."""
+    found = [(round(ratio * num_rows + 1e-9), depth) for ratio, depths in ratios for depth in depths]
+    return [(c, k) for c, k in dict.fromkeys(found) if 1 <= k <= min(c, max_depth) and c <= num_rows * k]
+
+
+def promised(capacity: int, depth: int, num_rows: int, chance: float) -> float:
+    """Accepted tokens per row and step if every draft token stands with the same chance."""
+    share = capacity / num_rows
+    return sum(chance**place * min(max(share - place + 1, 0.0), 1.0) for place in range(1, depth + 1))
+
+
+@fused
+def _learn_rates(scores: torch.Tensor, rates: torch.Tensor, rated: torch.Tensor, memory: float) -> torch.Tensor:
+    """
+    Follow the chance of each place given the one before, over all rows, and continue scores of shape `(R, K)` by it to
+    `(R, max_depth)`. A place that was never drafted is as good as the deepest that is; one that is not drafted now moves
+    with that one, and what set it apart is slowly forgotten. Rows keep the differences of their last place.
+    """
+    depth, max_depth = scores.shape[1], rates.shape[0]
+    before = torch.cat([(scores[:, :1] > 0).to(scores.dtype), scores[:, :-1]], 1)  # (R, K)
+    reached, tried = scores.sum(0), before.sum(0)  # (K,)
+    seen = (tried > 0).float()
+    weight = torch.maximum(1 / (rated[:depth] + 1), torch.full_like(tried, memory)) * seen
+    moved = rates[:depth] + weight * (reached / tried.clamp(min=1e-6) - rates[:depth])
+    ahead = (rates[depth:] * moved[-1] / rates[depth - 1].clamp(min=1e-3)).clamp(1e-3, 0.99)
+    ahead = torch.where(rated[depth:] > 0, ahead + _FORGET * (moved[-1] - ahead), moved[-1])
+    rates.copy_(torch.where(seen[0] > 0, torch.cat([moved, ahead]), rates))
+    rated[:depth] += seen
+    columns, own = [scores], scores[:, -1] / before[:, -1].clamp(min=1e-6)  # (R,)
+    for place in range(depth, max_depth):
+        last = columns[-1][:, -1]
+        share = rates[place] * last.sum() / (last * own).sum().clamp(min=1e-6)
+        columns.append((last * (own * share).clamp(max=1))[:, None])
+    return torch.cat(columns, 1)
+
+
+@fused
+def _learn_trust(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    accepted: torch.Tensor,
+    live: torch.Tensor,
+    outcome: torch.Tensor,
+    memory: float,
+) -> torch.Tensor:
+    """How much more stood lately of what was verified than its scores, of shape `(R, K)`, had promised: a factor."""
+    verified = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]  # (R, K)
+    now = torch.stack([accepted.sum().float(), (scores * verified).sum()])  # (2,)
+    outcome += (now - memory * outcome) * (live > 0)
+    # Two tokens as promised beforehand: a single row's luck says little.
+    return ((outcome[0] + 2) / (outcome[1] + 2)).clamp(0, 4)
+
+
+def _best_sums(scores: torch.Tensor, depths: torch.Tensor, capacities: torch.Tensor) -> torch.Tensor:
+    """Sum of the C largest scores at the first K places, for each setting: `(R, max_depth)` to `(S,)`, by one sort."""
+    number = torch.arange(scores.shape[1], device=scores.device)
+    shallow = scores * (number < number[:, None, None] + 1)  # (max_depth, R, max_depth)
+    ranked = shallow.flatten(1).sort(1, descending=True).values.cumsum(1)  # (max_depth, R * max_depth)
+    place = (capacities - 1).clamp(0, ranked.shape[1] - 1)
+    return ranked[(depths - 1).clamp(min=0), place] * (capacities > 0)
+
+
+@fused
+def _learn_gains(
+    best: torch.Tensor,
+    trust: torch.Tensor,
+    live: torch.Tensor,
+    capacities: torch.Tensor,
+    depths: torch.Tensor,
+    gains: torch.Tensor,
+    steps: torch.Tensor,
+    memory: float,
+) -> None:
+    """Follow what each setting would have gained per live row, of sums of shape `(S,)`."""
+    here = (live > 0).float()
+    rows = live.clamp(min=1)
+    most = torch.minimum(capacities / rows, depths.float())
+    weight = torch.maximum(1 / (steps + 1), torch.full_like(steps, memory)) * here
+    gains += weight * (torch.minimum(best * trust / rows, most) - gains)
+    steps += here

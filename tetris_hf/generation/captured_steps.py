@@ -1,0 +1,106 @@
+"""A step of all rows in CUDA graphs, one for each size that steps come in, and their replay.
+
+Knows when a replay may start and what it stands for. Does not know what a step does: that is `Speculation`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .cuda_graph import CudaGraph, LateCopies, StageClock
+from .fusing import fusing
+
+
+if TYPE_CHECKING:
+    from .packed_model import PackedModel
+    from .speculation import Speculation
+
+# The one replay whose stages are timed, for which the host has to wait: late enough to be like most.
+TIMED_STEP = 4
+
+
+class StepSize(NamedTuple):
+    """
+    What the shapes of a step follow from.
+
+    Attributes:
+        capacity (`int`): C.
+        depth (`int`): K.
+        feed (`int`): Prompt tokens of newly admitted rows that the step can take in besides.
+    """
+
+    capacity: int
+    depth: int
+    feed: int = 0
+
+
+class CapturedSteps:
+    """
+    Steps of a [`Speculation`] with fixed shapes, captured. All rows must have ended, so that no trace is left but the
+    memory that every replay finds again.
+
+    Args:
+        speculation ([`Speculation`]): Its prompts computed, its rows ended.
+        sizes (`list[StepSize]`): Which steps to capture.
+
+    Raises:
+        [`CannotCapture`]: If some part of a step waits for the device.
+    """
+
+    def __init__(self, speculation: Speculation, sizes: list[StepSize]):
+        self.speculation = speculation
+        self.graphs: dict[StepSize, CudaGraph[None]] = {}
+        self._clocks: dict[StepSize, StageClock] = {}
+        self._work: dict[StepSize, list[tuple[PackedModel, int, int]]] = {}
+        device = speculation.rows.tokens.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), fusing(speculation.compiles):
+            # The deepest first: what a drafter learns by place has its final shape then.
+            for size in sorted(sizes, key=lambda size: -size.depth):
+                self._capture(size)
+
+    def _capture(self, size: StepSize) -> None:
+        speculation = self.speculation
+        models = speculation.packed_models()
+        before = [(packed.num_forwards, packed.num_tokens) for packed in models]
+        self._clocks[size] = speculation.clock = StageClock()
+        with speculation.sized(size):
+            self.graphs[size] = CudaGraph(lambda: self._step(size))
+        runs = CudaGraph.RUNS
+        self._work[size] = [
+            (packed, (packed.num_forwards - forwards) // runs, (packed.num_tokens - tokens) // runs)
+            for packed, (forwards, tokens) in zip(models, before, strict=True)
+        ]
+
+    def _step(self, size: StepSize) -> None:
+        self.speculation.step(self.speculation.rows.everyone, size.feed)
+
+    def replay(self, size: StepSize) -> None:
+        """One step."""
+        self.graphs[size]()
+        for packed, forwards, tokens in self._work[size]:
+            packed.num_forwards += forwards
+            packed.num_tokens += tokens
+
+    def seconds(self, size: StepSize) -> dict[str, float]:
+        """Device seconds of each stage in the last replay of this size. Waits for it."""
+        return self._clocks[size].seconds()
+
+    def run(self) -> None:
+        """Replay until every row has ended, and once more: the host hears of the end one step late."""
+        speculation, rows, ended = self.speculation, self.speculation.rows, LateCopies()
+        steps = int((rows.max_length - rows.length).masked_fill(rows.finished, 0).max())  # each adds a token at least
+        for number in range(steps):
+            length = rows.length.clone() if speculation.streamer is not None else None
+            size = speculation.size()
+            self.replay(size)
+            speculation.stepped()
+            if length is not None:
+                speculation.stream(rows.everyone, rows.length - length)
+            if number == min(TIMED_STEP, steps - 1):
+                speculation.stats.step_seconds = self.seconds(size)
+            ended.put(rows.finished.all())
+            told = ended.get()
+            if told is not None and bool(told):
+                break
