@@ -49,7 +49,7 @@ Answers = list[list[int]]
 Record = dict[str, Any]
 # K and C / N of what is tried with each drafter; TETRIS may draft deeper than it verifies on average.
 FIXED = (1, 2, 3)
-TETRIS = ((2, 1.0), (2, 1.5), (3, 1.5), (3, 2.0), (4, 2.0))
+TETRIS = ((2, 1.5), (3, 1.5), (3, 2.0))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""`tetris_capacity="auto"`: the same text whatever is chosen, C = 0 where drafts do not pay, and nothing left behind."""
+"""`tetris_capacity="auto"`: the same text whatever is chosen, C = 0 where drafts do not pay, nothing left behind."""
 
 import kit
 import pytest

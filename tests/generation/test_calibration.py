@@ -4,7 +4,7 @@ import kit
 import pytest
 import torch
 
-from tetris_hf import AcceptanceCalibration, Draft, TetrisSelector, Verification
+from tetris_hf import AcceptanceCalibration, Draft, MedusaConfig, MedusaHeads, TetrisSelector, Verification
 from tetris_hf.generation.rejection import rejection_sample
 from tetris_hf.generation.selection import DraftSelectorList
 
@@ -99,3 +99,17 @@ def test_a_calibrated_selection_keeps_the_law():
     expected = p * counts.sum()
     statistic = float(((counts - expected) ** 2 / expected).sum())
     assert statistic < 13.8, "chi-square, 2 degrees of freedom, p = .001"
+
+
+def test_what_was_learned_lies_beside_the_heads(tmp_path):
+    calibration = AcceptanceCalibration(max_depth=3, rate=0.2)
+    calibration.slope[1], calibration.shift[2] = 0.7, -0.25
+    MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=11, medusa_num_heads=3)).save_pretrained(tmp_path)
+    calibration.save_pretrained(tmp_path)
+    loaded = AcceptanceCalibration.from_pretrained(tmp_path)
+    assert (loaded.max_depth, loaded.rate) == (3, 0.2)
+    estimates = torch.rand(4, 5)
+    assert torch.equal(loaded(estimates), calibration(estimates)) and not torch.equal(loaded(estimates), estimates)
+    assert MedusaHeads.from_pretrained(tmp_path).config.medusa_num_heads == 3
+    with pytest.raises(OSError):
+        AcceptanceCalibration.from_pretrained(tmp_path / "elsewhere")

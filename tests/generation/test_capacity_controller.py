@@ -1,7 +1,7 @@
 """C and K that find themselves: against naive references, and in simulated decoding against every constant setting.
 
-The simulation scripts the chance of every draft token, draws what stands, and prices steps like those measured on an H100
-(`benchmarks/README.md`) or like a CPU's. Tokens are counted by their chances, so that luck does not decide a test.
+The simulation scripts the chance of every draft token, draws what stands, and prices steps like those measured on an
+H100 (`benchmarks/README.md`) or like a CPU's. Tokens are counted by their chances: luck does not decide a test.
 """
 
 import random
@@ -25,7 +25,7 @@ DEPTH = 6
 
 
 def h100(place):
-    """Seconds of a step at N = 64 with `place` seconds a place: 7.1 ms at C = 0, 8.5 at K = 2, C = 128 if .27 ms a place."""
+    """Seconds of a step at N = 64, `place` of them for each place: 7.1 ms at C = 0, 8.6 at K = 2, C = 128 with .27."""
 
     def cost(num_rows, capacity, depth):
         extra = 0.007 * capacity + (0.006 * max(0, capacity - 128) if capacity > 128 else 0.0)
@@ -63,7 +63,7 @@ class World:
             )
 
     def step(self, number, capacity, depth, live):
-        """What a step with C and K does: a `Verification`, and the tokens to be expected of each row, bonus included."""
+        """What a step with C and K does: a `Verification`, and the expected tokens of each row, bonus included."""
         chances, estimates, stands = (tensor[:, :depth] for tensor in self.steps[number])
         lengths = torch.where(live, depth, 0)
         draft = Draft(torch.zeros(chances.shape, dtype=torch.long), lengths, estimates, estimates)
@@ -110,7 +110,7 @@ def table(cost, num_rows, noise=0.01, seed=0):
 
 
 def constants(world, cost, settings):
-    """Tokens per second of every setting, kept all the time: `decode` with constant settings, all steps in one sort."""
+    """Tokens per second of every setting, kept all the time: `decode` with constants, all steps in one sort."""
     speeds = {}
     chances, estimates = (
         torch.stack([step[i] for step in world.steps]).cumprod(2) for i in (0, 1)
@@ -201,18 +201,17 @@ def test_a_batch_that_empties(cost, num_rows, mean):
 
 
 def test_a_table_that_is_wrong_is_corrected_by_what_steps_take():
-    """Settings with C = 3 N take 1.3 times what was timed: they are left for others."""
+    """The setting that it begins with takes 1.3 times what was timed: it is left for another."""
     world = World(16, 0.75)
 
     def true(num_rows, capacity, depth):
-        return few_rows(num_rows, capacity, depth) * (1.3 if capacity > 2 * num_rows else 1.0)
+        return few_rows(num_rows, capacity, depth) * (1.3 if (capacity, depth) == (64, 4) else 1.0)
 
     controller = CapacityController(16, table(few_rows, 16), DEPTH)
     fixed = constants(world, true, controller.settings)
     speed, settings = decode(world, true, controller)
-    assert max(fixed, key=fixed.get)[0] <= 32
-    assert settings[-1][0] <= 32
-    assert speed / max(fixed.values()) > 0.93
+    assert settings[0] == (64, 4) != settings[-1]
+    assert speed / max(fixed.values()) > 0.95
 
 
 def test_what_was_learned_is_there_in_the_next_call():

@@ -10,6 +10,8 @@ from test_step_graphs import DRAFTERS, pretend_gpu
 
 import tetris_hf
 from tetris_hf import TetrisDecoding, generate_batch, iterate_batch
+from tetris_hf.generation import decoding
+from tetris_hf.generation.slot_pool import SlotPool
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -134,6 +136,30 @@ def test_long_prompts_are_fed_beside_running_rows(monkeypatch, shapes, feeds):
         assert [output.generated_tokens for output in outputs] == expected
         # The first prompts, 8 tokens, are computed by themselves, later ones in pieces.
         assert max(size for size in sizes if size != 8) <= 3 + capacity + feeds[-1]
+
+
+@pytest.mark.parametrize("name", ["near", "heads"])
+@pytest.mark.parametrize("room", [256, 520, 10**6])
+def test_rows_share_what_memory_there_is(monkeypatch, name, room):
+    """Rows lie anywhere in a pool, wait until enough of it is free, and say what they say alone."""
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(decoding, "room_for_tokens", lambda model: room)
+    taken = []
+    take = SlotPool.take
+    monkeypatch.setattr(SlotPool, "take", lambda pool, length: taken.append(take(pool, length)) or taken[-1])
+    target = kit.tiny(max_position_embeddings=512)
+    given = [
+        {"input_ids": ids, "max_new_tokens": new}
+        for ids, new in zip(prompts(12), [150, 3, 9, 20, 130, 5, 9, 170, 2, 8, 140, 4], strict=True)
+    ]
+    outputs = generate_batch(target, given, DRAFTERS[name](target), 6, 4, 3, progress_bar=False, do_sample=False)
+    for one, output in zip(given, outputs, strict=True):
+        assert output.generated_tokens == alone(target, one["input_ids"], max_new_tokens=one["max_new_tokens"])
+    if room < 10**6:
+        assert None in taken and max(first for first in taken if first is not None) > 0
+    else:
+        assert not taken
+    tetris_hf.release_graphs()
 
 
 @pytest.mark.parametrize("name", ["near", "heads", "mixed"])

@@ -52,7 +52,7 @@ def test_equals_a_loop_over_tokens(filler, softcap, with_sinks, rule):
     keys = torch.randn(1, KV_HEADS, len(COUNTS) * LENGTH, WIDTH, generator=generator)
     values = torch.randn(1, KV_HEADS, len(COUNTS) * LENGTH, V_WIDTH, generator=generator)
     sinks = torch.randn(HEADS, generator=generator) if with_sinks else None
-    with packed_as(PackedForward(packing, LENGTH)) as forward:
+    with packed_as(PackedForward(packing, torch.arange(packing.num_rows) * LENGTH)) as forward:
         mask = ragged_mask(mask_function=rule, local_size=3)
         out, weights = ragged_attention(
             nn.Identity(), query, keys, values, mask, scaling=0.3, softcap=softcap, s_aux=sinks, sliding_window=3
@@ -96,7 +96,7 @@ def test_what_the_flash_kernel_is_told(counts, rule, monkeypatch):
     packing = Packing.of(torch.tensor(counts), torch.tensor(FIRST), sum(counts) + 1, max_count=4, max_length=LENGTH)
     keys, values = torch.randn(2, 1, KV_HEADS, len(counts) * LENGTH, WIDTH, generator=generator)
     query = torch.randn(1, packing.num_tokens, HEADS, WIDTH, generator=generator).transpose(1, 2)
-    with packed_as(PackedForward(packing, LENGTH)):
+    with packed_as(PackedForward(packing, torch.arange(packing.num_rows) * LENGTH)):
         mask = ragged_mask(mask_function=rule, local_size=3)
         out, _ = ragged_attention(nn.Identity(), query, keys, values, mask, scaling=0.3)
     for token in range(sum(counts)):
@@ -113,16 +113,16 @@ def test_a_window_is_told_from_a_chunk(local_size):
     packing = Packing.fitting(torch.tensor([1]), torch.tensor([0]))
     sliding = sliding_window_causal_mask_function(local_size)
     chunked = chunked_causal_mask_function(local_size, torch.tensor([0]))
-    assert RaggedMask(packing, 1, causal_mask_function).window == -1
-    assert RaggedMask(packing, 1, sliding, local_size).window == local_size
-    assert RaggedMask(packing, 1, chunked, local_size).window is None
-    assert RaggedMask(packing, 1, sliding).window is None
+    assert RaggedMask(packing, torch.zeros(1), causal_mask_function).window == -1
+    assert RaggedMask(packing, torch.zeros(1), sliding, local_size).window == local_size
+    assert RaggedMask(packing, torch.zeros(1), chunked, local_size).window is None
+    assert RaggedMask(packing, torch.zeros(1), sliding).window is None
 
 
 def test_what_it_would_have_to_ignore_is_refused():
     packing = Packing.fitting(torch.tensor([1]), torch.tensor([0]))
     states = torch.zeros(1, 1, 1, 4)
-    with packed_as(PackedForward(packing, 1)):
+    with packed_as(PackedForward(packing, torch.zeros(packing.num_rows, dtype=torch.long))):
         for more in ({"position_bias": torch.zeros(1)}, {"dropout": 0.1}, {"indices": [1]}):
             with pytest.raises(NotImplementedError, match="Identity asks its attention for"):
                 ragged_attention(nn.Identity(), states, states, states, None, **more)
@@ -132,7 +132,7 @@ def test_what_it_would_have_to_ignore_is_refused():
 
 
 def test_a_mask_is_no_tensor():
-    mask = RaggedMask(Packing.fitting(torch.tensor([1]), torch.tensor([0])), 1, causal_mask_function)
+    mask = RaggedMask(Packing.fitting(torch.tensor([1]), torch.tensor([0])), torch.zeros(1), causal_mask_function)
     uses = (
         lambda: mask.shape, lambda: mask[:, 0], lambda: mask + 1.0, lambda: torch.ones(1) + mask,
         lambda: torch.where(mask, 1.0, 0.0), lambda: mask.to(torch.float16), lambda: mask * 2,

@@ -17,7 +17,7 @@ import itertools
 import torch
 from tetris_hf.generation.ragged_kernel import attend_rows
 
-def naive(query, key, value, starts, lengths, row_length, window, scaling, softcap, sinks):
+def naive(query, key, value, starts, slots, lengths, window, scaling, softcap, sinks):
     _, heads, num_tokens, _ = query.shape
     group = heads // key.shape[1]
     out = torch.zeros(1, num_tokens, heads, value.shape[3])
@@ -26,7 +26,7 @@ def naive(query, key, value, starts, lengths, row_length, window, scaling, softc
         for place in range(count):
             position = length - count + place
             first = 0 if window == -1 else max(0, position - window + 1)
-            own = slice(row * row_length + first, row * row_length + position + 1)
+            own = slice(slots[row] + first, slots[row] + position + 1)
             for head in range(heads):
                 logits = key[0, head // group, own] @ query[0, head, starts[row] + place] * scaling
                 logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -44,17 +44,17 @@ shapes = [
 ]
 for width, v_width, key_heads, group, counts, lengths, most in shapes:
     starts = [0, *itertools.accumulate(counts)]
-    num_tokens, row_length = starts[-1] + 2, 140  # two of filler
-    key = torch.randn(1, key_heads, 4 * row_length, width, generator=generator)
-    value = torch.randn(1, key_heads, 4 * row_length, v_width, generator=generator)
+    num_tokens, slots = starts[-1] + 2, [300, 0, 140, 160]  # two of filler; rows lie anywhere
+    key = torch.randn(1, key_heads, 440, width, generator=generator)
+    value = torch.randn(1, key_heads, 440, v_width, generator=generator)
     query = torch.randn(1, num_tokens, key_heads * group, width, generator=generator).transpose(1, 2)
     sinks = torch.randn(key_heads * group, generator=generator)
-    starts_tensor, lengths_tensor = (torch.tensor(x, dtype=torch.int32) for x in (starts, lengths))
+    bounds = [torch.tensor(x, dtype=torch.int32) for x in (starts, slots, lengths)]
     for window, softcap, s_aux in itertools.product((-1, 4, 70), (None, 2.0), (None, sinks)):
         out = attend_rows(
-            query, key, value, starts_tensor, lengths_tensor, 4, most, window, 0.3, softcap, s_aux
+            query, key, value, *bounds, 4, most, window, 0.3, softcap, s_aux
         )
-        expected = naive(query, key, value, starts, lengths, row_length, window, 0.3, softcap, s_aux)
+        expected = naive(query, key, value, starts, slots, lengths, window, 0.3, softcap, s_aux)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
 print("equal")
 """

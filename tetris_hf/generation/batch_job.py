@@ -19,6 +19,7 @@ from .decoding import TetrisDecoding
 from .ended_rows import EndedRows, Request, RequestOutput
 from .model_support import check_length
 from .packed_model import input_device
+from .slot_pool import SlotPool
 from .speculation import Speculation
 from .stopping import RowStopping
 from .tensor_parallel import Lead
@@ -86,6 +87,8 @@ class BatchJob:
         self._pending: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         self._ended = EndedRows()
+        self._pool: SlotPool | None = None
+        self._slots: dict[int, int] = {}  # first slot of each running row
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, RequestOutput]]:
         """
@@ -128,13 +131,14 @@ class BatchJob:
         prompts = torch.zeros(self.batch_size, 1, dtype=torch.long, device=device)
         padding = torch.zeros(self.batch_size, dtype=torch.long, device=device)
         arguments = self.model, prompts, padding, width, processors, criteria, generation_config
-        fresh = self.decoding.speculation(*arguments)
+        fresh = self.decoding.speculation(*arguments, pools=True)
         fresh.feeds = FEEDS
         with self.decoding.prepared(fresh, generation_config) as speculation:
             speculation.restart(fresh, prompts, padding, width)
             speculation.rows.finished.fill_(True)
             speculation.begin()
             self._ended = ended = EndedRows(speculation)
+            self._pool = SlotPool(speculation.target.cache.pool_size) if speculation.target.cache.pool_size else None
             free = list(range(self.batch_size))
             unfed = 0  # prompt tokens that admitted rows wait for
             while True:
@@ -152,7 +156,10 @@ class BatchJob:
                     speculation.advance(feed)
                     unfed = max(0, unfed - feed)
                     speculation.stepped(feed)
-                free += ended.look(self._running)
+                for row, request in ended.look(self._running):
+                    free.append(row)
+                    if self._pool is not None:
+                        self._pool.give(self._slots.pop(row), request.max_length)
                 yield from ended.outputs()
 
     def _admit(self, speculation: Speculation, free: list[int]) -> int:
@@ -168,8 +175,15 @@ class BatchJob:
             tokens += len(self._pending[0].prompt_ids)
             if chosen and tokens > PREFILL_TOKENS:
                 break
+            if self._pool is not None:
+                first = self._pool.take(self._pending[0].max_length)
+                if first is None:  # until others end
+                    break
+                self._slots[free[0]] = first
             self._running[free[0]] = self._pending[0]
             chosen.append((free.pop(0), self._pending.popleft()))
+        if not chosen:
+            return 0
         chosen.sort(key=lambda pair: pair[0])
         self._ended.admitted([row for row, _ in chosen])
         prompts = torch.zeros(len(chosen), max(len(request.prompt_ids) for _, request in chosen), dtype=torch.long)
@@ -179,6 +193,9 @@ class BatchJob:
         live, lengths, limits, seeds = torch.tensor(fields).to(rows.length.device, non_blocking=True).unbind(1)  # (R,)
         prompts = prompts.to(live.device, non_blocking=True)
         self._lead.check_same(prompts, "prompts")
+        if self._pool is not None:
+            slots = [(self._slots[row], self._pool.size(request.max_length)) for row, request in chosen]
+            speculation.target.cache.assign(live, *torch.tensor(slots).to(live.device).unbind(1))
         speculation.admit(live, prompts, lengths, limits, seeds)
         if alone:
             speculation.prefill(live)

@@ -5,9 +5,18 @@ Knows estimates and outcomes. Does not know models; works for any drafter and ne
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+from typing import Any
+
 import torch
+from transformers.utils import cached_file
 
 from .drafting import Draft, Verification
+
+
+CALIBRATION_NAME = "acceptance_calibration.json"
 
 
 class AcceptanceCalibration:
@@ -94,6 +103,38 @@ class AcceptanceCalibration:
                     f"with `max_depth={state[name].shape[0]}`."
                 )
             getattr(self, name).copy_(state[name])
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+        """
+        Store what was learned beside the heads or the assistant it was learned for.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder of their weights; made if it is missing.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        learned = {name: values.tolist() for name, values in self.state_dict().items()}
+        (folder / CALIBRATION_NAME).write_text(json.dumps({"rate": self.rate, **learned}, indent=2) + "\n")
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> AcceptanceCalibration:
+        """
+        The calibration that is stored beside heads or an assistant.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): Their folder, or repository on the Hub.
+            kwargs: As of `transformers.utils.cached_file`: `revision`, `token`, `cache_dir`.
+
+        Raises:
+            `OSError`: If there is none.
+        """
+        file = cached_file(pretrained_model_name_or_path, CALIBRATION_NAME, **kwargs)
+        stored = json.loads(Path(file).read_text())
+        calibration = cls(max_depth=len(stored["slope"]), rate=stored["rate"])
+        calibration.load_state_dict({name: torch.tensor(stored[name]) for name in ("slope", "shift")})
+        return calibration
 
     def _places(self, estimates: torch.Tensor) -> torch.Tensor:
         if self.slope.device != estimates.device:

@@ -32,9 +32,10 @@ class CapacityController:
     """
     Chooses C and K to maximise `(live rows + expected accepted tokens) / seconds of a step`, C = 0 included.
 
-    Every step says what *any* setting would have gained, as in DSpark and vLLM's adaptive verification, but by calibrated
-    chances: the expected number of accepted tokens of C and K is the sum of the C largest prefix scores at the first K
-    places (TETRIS paper, Theorem 1). The seconds come from a [`CostTable`] that the steps themselves correct.
+    Every step says what *any* setting would have gained, as in DSpark and vLLM's adaptive verification, but by
+    calibrated chances: the expected number of accepted tokens of C and K is the sum of the C largest prefix scores at
+    the first K places (TETRIS paper, Theorem 1). The seconds come from a [`CostTable`] that the steps themselves
+    correct.
 
     **Sampling stays exact**: C and K are fixed before a step, by earlier steps and by clocks alone, so whether a token
     is verified never depends on that token (`docs/algorithm.md`).
@@ -112,8 +113,8 @@ class CapacityController:
 
     def begin(self) -> tuple[int, int]:
         """
-        Start a call: with the setting that was in force at the end of the last one. If that was C = 0, drafts are tried
-        again, if trials have not cost too much lately.
+        Start a call: with the setting that was in force at the end of the last one. If that was C = 0, drafts are
+        tried again, if trials have not cost too much lately.
 
         Returns:
             `tuple[int, int]`: C and K.
@@ -162,7 +163,8 @@ class CapacityController:
             seconds_per_step (`float`, *optional*):
                 Mean seconds of the steps since the last decision; none if they held something else, as a capture.
             gains (`torch.FloatTensor` of shape `(S,)`, *optional*):
-                A copy of [`gains`], perhaps of a few steps ago. By default they are read now, which waits for the device.
+                A copy of [`gains`], perhaps of a few steps ago. By default they are read now, which waits for the
+                device.
 
         Returns:
             `tuple[int, int]`: C and K.
@@ -241,8 +243,8 @@ def promised(capacity: int, depth: int, num_rows: int, chance: float) -> float:
 def _learn_rates(scores: torch.Tensor, rates: torch.Tensor, rated: torch.Tensor, memory: float) -> torch.Tensor:
     """
     Follow the chance of each place given the one before, over all rows, and continue scores of shape `(R, K)` by it to
-    `(R, max_depth)`. A place that was never drafted is as good as the deepest that is; one that is not drafted now moves
-    with that one, and what set it apart is slowly forgotten. Rows keep the differences of their last place.
+    `(R, max_depth)`. A place that was never drafted is as good as the deepest that is; one that is not drafted now
+    moves with that one, and what set it apart is slowly forgotten. Rows keep the differences of their last place.
     """
     depth, max_depth = scores.shape[1], rates.shape[0]
     before = torch.cat([(scores[:, :1] > 0).to(scores.dtype), scores[:, :-1]], 1)  # (R, K)

@@ -38,9 +38,9 @@ _KEPT = 0.99
 
 class CostTable:
     """
-    Seconds of a step, `verify(N + C) + K * place`, for one N, one pair of models and one machine. `verify` is monotone,
-    linear between what was timed and beyond it; what is timed with drafts says nothing about C = 0, and conversely,
-    because drafting has a cost of its own at any C.
+    Seconds of a step, `verify(N + C) + K * place`, for one N, one pair of models and one machine. `verify` is
+    monotone, linear between what was timed and beyond it; what is timed with drafts says nothing about C = 0, and
+    conversely, because drafting has a cost of its own at any C.
 
     Args:
         num_rows (`int`): N.
@@ -207,7 +207,8 @@ def cost_key(model: PreTrainedModel, drafter: Drafter | None, num_rows: int, mod
 
 def _known_by(module: nn.Module) -> list[Any]:
     """Class, number of weights and a hash of the config, without what a call sets in it (a leading underscore)."""
-    config = module.config.to_dict() if hasattr(getattr(module, "config", None), "to_dict") else {}
+    config: Any = getattr(module, "config", None)
+    config = config.to_dict() if hasattr(config, "to_dict") else {}
     plain = {name: value for name, value in config.items() if not name.startswith("_")}
     text = json.dumps(plain, sort_keys=True, default=str)
     return [type(module).__name__, sum(weight.numel() for weight in module.parameters()), _hash(text)]

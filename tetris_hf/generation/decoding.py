@@ -22,7 +22,7 @@ from .drafting import Drafter
 from .mixed_drafter import MixedDrafter
 from .model_support import check_length, check_model
 from .outputs import OutputRecorder, TetrisDecoderOnlyOutput
-from .packed_model import PackedModel, has_room, packed_attention
+from .packed_model import PackedModel, packed_attention, room_for_tokens
 from .processing import LogitsProcessing
 from .rows import Rows
 from .seeded_noise import row_seeds
@@ -182,8 +182,12 @@ class TetrisDecoding:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         num_assistant_tokens: int | None = None,
+        pools: bool = False,
     ) -> Speculation:
-        """What a batch needs, put together. Arguments as those of a call; `padding` of shape `(N,)`."""
+        """
+        What a batch needs, put together. Arguments as those of a call; `padding` of shape `(N,)`. With `pools`, and where
+        memory does not suffice for all rows at full width, rows share a pool of slots.
+        """
         depth = self._depth(len(input_ids), check_depth(num_assistant_tokens), generation_config)
         capacity = len(input_ids) * depth if self.capacity == "auto" else int(self.capacity)
         pad_token_id = _first(generation_config._pad_token_tensor)
@@ -193,10 +197,13 @@ class TetrisDecoding:
         lead.check_same(
             torch.tensor(sizes, device=input_ids.device), "settings (rows, capacity, depth, length, sampling)"
         )
+        room, pool_size = room_for_tokens(model), None
+        if room is not None and len(input_ids) * width > room >= width and pools and lead.group is None:
+            pool_size = room // 128 * 128
         fixed = lead.all_agree(
             not generation_config.disable_compile
             and on_one_gpu(input_ids.device, *self._models(model))
-            and has_room(model, len(input_ids), width),
+            and (room is None or len(input_ids) * width <= room or pool_size is not None),
             input_ids.device,
         )
         rows = Rows(
@@ -217,6 +224,7 @@ class TetrisDecoding:
             max_length=rows.width,
             keep_hidden_states=self.drafter is not None and self.drafter.needs_hidden_states,
             keep_all_hidden_states=recorder.wants_hidden_states,
+            pool_size=pool_size if fixed else None,
         )
         speculation = Speculation(
             target=target,

@@ -81,10 +81,10 @@ class EndedRows:
         """A new request begins in each of `rows`: what is heard of earlier steps is not about it."""
         self._since.update(dict.fromkeys(rows, (self._steps, time.perf_counter())))
 
-    def look(self, running: dict[int, Request]) -> list[int]:
+    def look(self, running: dict[int, Request]) -> list[tuple[int, Request]]:
         """
-        Called after every step: rows that are found to have ended. They are taken out of `running`, and their texts
-        are on their way.
+        Called after every step: rows that are found to have ended, and what they served. They are taken out of
+        `running`, and their texts are on their way.
         """
         assert self._speculation is not None
         rows, stats = self._speculation.rows, self._speculation.stats
@@ -103,8 +103,8 @@ class EndedRows:
             )  # (E, 4)
             self._texts.put(torch.cat([counts, rows.tokens[at]], dim=1))
             now = time.perf_counter()
-            self._requests.append([(running.pop(row), (self._since[row][1], now)) for row in ended])
-        return ended
+            self._requests.append([(running[row], (self._since[row][1], now)) for row in ended])
+        return [(row, running.pop(row)) for row in ended]
 
     def outputs(self, rest: bool = False) -> Iterator[tuple[Request, RequestOutput]]:
         """

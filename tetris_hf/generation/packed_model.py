@@ -59,22 +59,22 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return torch.device(brought_to) if brought_to is not None else embeddings.weight.device
 
 
-def has_room(model: PreTrainedModel, num_rows: int, length: int) -> bool:
+def room_for_tokens(model: PreTrainedModel) -> int | None:
     """
-    Whether keys and values of `num_rows` rows of `length` tokens leave a fifth of the free memory of the model's GPU.
-    By what usual configurations say; a model that stores less, as with latent attention, is taken for larger.
+    Tokens whose keys and values leave a fifth of the free memory of the model's GPU; `None` on another device. By what
+    usual configurations say; a model that stores less, as with latent attention, is taken for larger.
     """
+    device = input_device(model)
+    if device.type != "cuda":
+        return None
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     width = getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
-    size = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize * num_rows * length
-    device = input_device(model)
-    if device.type != "cuda":
-        return True
+    size = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     free = (
         torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     )
-    return size < 0.8 * free
+    return int(0.8 * free / size)
 
 
 @contextmanager
@@ -125,6 +125,7 @@ class PackedModel:
         max_length (`int`): Tokens per row at most.
         keep_hidden_states (`bool`, *optional*, defaults to `False`): Whether outputs hold `hidden_states`.
         keep_all_hidden_states (`bool`, *optional*, defaults to `False`): Whether outputs hold `all_hidden_states`.
+        pool_size (`int`, *optional*): Slots of the cache, if rows share a pool ([`RaggedCache`]).
 
     Attributes:
         compiles (`bool`): Whether forwards of recurring shape run the model's layers compiled.
@@ -140,11 +141,11 @@ class PackedModel:
         max_length: int,
         keep_hidden_states: bool = False,
         keep_all_hidden_states: bool = False,
+        pool_size: int | None = None,
     ):
         self.model = model
         self.keep_hidden_states = keep_hidden_states
         self.keep_all_hidden_states = keep_all_hidden_states
-        self.cache = RaggedCache(num_rows, length, max_length)
         self.num_forwards = 0
         self.num_tokens = 0
         self.compiles = self.captures = False
@@ -154,6 +155,7 @@ class PackedModel:
         self._cache_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._device = input_device(model)
+        self.cache = RaggedCache(num_rows, length, max_length, num_slots=pool_size, device=self._device)
 
     def forward(
         self, input_ids: torch.Tensor, packing: Packing, keep: torch.Tensor | None = None, recurring: bool = False
@@ -204,7 +206,8 @@ class PackedModel:
             model_kwargs["logits_to_keep"] = keep.to(self._device)
         if self.keep_all_hidden_states:
             model_kwargs["output_hidden_states"] = True
-        forward = PackedForward(packing, self.cache.length, self._any_rule)
+        firsts = self.cache.firsts(packing.counts.device)
+        forward = PackedForward(packing, firsts, self.cache.pool_size, self._any_rule)
         with packed_as(forward), self._last_hidden_states() as hidden_states:
             outputs = self.model(**model_kwargs)
             logits = outputs.logits[0]

@@ -71,12 +71,13 @@ def ragged_attention(
     if isinstance(attention_mask, AttentionPlan):  # a compiled layer, which sees its own kernels only
         plan = attention_mask
         tensors = plan.starts, plan.slots, plan.lengths, plan.padded_index, plan.packed_index, plan.allowed
+        tensors = *tensors, plan.key_index
         sizes = plan.num_rows, plan.max_count, plan.max_length, plan.window
         return attend(query, key, value, *tensors, *sizes, scaling, softcap, s_aux), None
     forward = current_forward()
     forward.num_attended += 1
     if attention_mask is None:
-        attention_mask = RaggedMask(forward.packing, forward.row_length, causal_mask_function)
+        attention_mask = RaggedMask(forward.packing, forward.firsts, causal_mask_function, num_slots=forward.num_slots)
     plan = attention_mask.plan(query.device)
     if _path(query, key, value, plan, softcap, s_aux) is _general:
         forward.any_rule = True
@@ -108,7 +109,8 @@ def _path(
     Who computes: our kernel where rows have few tokens, as in every step, the flash kernel where they have many, as
     in a prefill, our kernel again where flash does not serve, torch's fused attention for the rest.
     """
-    tile = plan.max_count * (query.shape[1] // key.shape[1])
+    # Where prompts are fed beside a step, one row may have many tokens, and most still have few.
+    tile = min(plan.max_count, 4 * query.shape[2] // plan.num_rows) * (query.shape[1] // key.shape[1])
     width = query.shape[3]
     serves = kernel_serves(query, value, plan.window)
     if serves and tile <= MAX_TILE:
@@ -139,7 +141,7 @@ def _kernel(
 ) -> torch.Tensor:
     assert plan.window is not None
     sizes = plan.num_rows, plan.max_count, plan.window
-    return attend_rows(query, key, value, plan.starts, plan.lengths, *sizes, scaling, softcap, s_aux)
+    return attend_rows(query, key, value, plan.starts, plan.slots, plan.lengths, *sizes, scaling, softcap, s_aux)
 
 
 def _flash(
@@ -186,12 +188,17 @@ def _general(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Any rule, any width, any precision, any device: queries padded to a rectangle, keys and values as views."""
+    """
+    Any rule, any width, any precision, any device: queries padded to a rectangle, keys and values as views; copied
+    only if rows lie anywhere in a pool.
+    """
     assert plan.padded_index is not None and plan.packed_index is not None and plan.allowed is not None
     padded_query = query[0].transpose(0, 1)[plan.padded_index].transpose(1, 2)  # (N, heads, max_count, width)
-    keys, values = (  # (N, kv_heads, max_length, width), views
-        states[0].unflatten(1, (plan.num_rows, -1))[:, :, : plan.max_length].transpose(0, 1) for states in (key, value)
-    )
+    if plan.key_index is None:  # views
+        rectangles = (states[0].unflatten(1, (plan.num_rows, -1))[:, :, : plan.max_length] for states in (key, value))
+    else:
+        rectangles = (states[0][:, plan.key_index] for states in (key, value))
+    keys, values = (states.transpose(0, 1) for states in rectangles)  # (N, kv_heads, max_length, width)
     if softcap is None and s_aux is None:
         attended = _sdpa(padded_query, keys, values, plan.allowed, scaling)
     else:
@@ -249,6 +256,7 @@ def attend(
     padded_index: torch.Tensor | None,
     packed_index: torch.Tensor | None,
     allowed: torch.Tensor | None,
+    key_index: torch.Tensor | None,
     num_rows: int,
     max_count: int,
     max_length: int,
@@ -259,7 +267,7 @@ def attend(
 ) -> torch.Tensor:
     """[`ragged_attention`] as one operation that a compiler does not look into; a plan's fields are arguments."""
     sizes = num_rows, max_count, max_length, window
-    plan = AttentionPlan(*sizes, starts, slots, lengths, padded_index, packed_index, allowed)
+    plan = AttentionPlan(*sizes, starts, slots, lengths, padded_index, packed_index, allowed, key_index)
     return _attend(query, key, value, plan, scaling, softcap, s_aux)
 
 

@@ -82,7 +82,8 @@ class RaggedLayer(CacheLayerMixin):
 
 class RaggedCache(Cache):
     """
-    A cache of `num_rows` rows in which the token at position `t` of row `i` lives in slot `i * length + t`.
+    A cache of `num_rows` rows in which the token at position `t` of row `i` lives in slot `i * length + t`; or, with
+    `num_slots`, in slot `firsts[i] + t` of a pool, where rows take as many slots as their text needs ([`assign`]).
 
     Nothing is ever moved to bring rows into line: a row has no gaps, so slot order is position order (sliding windows
     count right), and a rejected draft token needs no rollback, because the next token with that position replaces it.
@@ -92,19 +93,59 @@ class RaggedCache(Cache):
         length (`int`): Slots per row at the start.
         max_length (`int`): Slots per row at most.
         block_size (`int`, *optional*, defaults to 128): Rows grow by at least this many slots at a time.
+        num_slots (`int`, *optional*): Slots of the pool. Rows do not grow then.
+        device (`torch.device`, *optional*): Where it is decided which slots a row of a pool has.
     """
 
-    def __init__(self, num_rows: int, length: int, max_length: int, block_size: int = 128):
+    def __init__(
+        self,
+        num_rows: int,
+        length: int,
+        max_length: int,
+        block_size: int = 128,
+        num_slots: int | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__(layers=[])
         self.num_rows = num_rows
         self.max_length = max_length
         self.block_size = block_size
         self.length = min(max_length, -(-length // block_size) * block_size)
         self.slots: torch.Tensor = torch.empty(0, dtype=torch.long)
+        self.pool_size = num_slots
+        if num_slots is not None:
+            self.length = max_length
+            self._firsts, self._sizes = torch.zeros(2, num_rows, dtype=torch.long, device=device)
+            self.share()
 
     @property
     def num_slots(self) -> int:
-        return self.num_rows * self.length
+        return self.num_rows * self.length if self.pool_size is None else self.pool_size
+
+    def firsts(self, device: torch.device) -> torch.Tensor:
+        """First slot of each row. `torch.LongTensor` of shape `(N,)`."""
+        if self.pool_size is None:
+            return torch.arange(self.num_rows, device=device) * self.length
+        return self._firsts.to(device)
+
+    def share(self) -> None:
+        """Give all rows of a pool equal parts of it."""
+        if self.pool_size is None:
+            return
+        size = min(self.max_length, self.pool_size // self.num_rows)
+        self._firsts.copy_(torch.arange(self.num_rows, device=self._firsts.device) * size)
+        self._sizes.fill_(size)
+
+    def assign(self, rows: torch.Tensor, firsts: torch.Tensor, sizes: torch.Tensor) -> None:
+        """
+        Give rows of a pool other slots, all of shape `(R,)`. A row of size 0 keeps nothing.
+
+        Args:
+            rows (`torch.LongTensor`): Rows.
+            firsts (`torch.LongTensor`): First slot of each.
+            sizes (`torch.LongTensor`): Slots of each.
+        """
+        self._firsts[rows], self._sizes[rows] = firsts, sizes
 
     def reserve(self, length: int) -> None:
         """
@@ -140,7 +181,9 @@ class RaggedCache(Cache):
         Returns:
             `torch.LongTensor` of shape `(T,)`.
         """
-        return _slots(rows, positions, self.num_rows, self.length)
+        if self.pool_size is None:
+            return _slots(rows, positions, self.num_rows, self.length)
+        return _pool_slots(rows, positions, self._firsts, self._sizes, self.pool_size)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -172,3 +215,11 @@ class RaggedCache(Cache):
 def _slots(rows: torch.Tensor, positions: torch.Tensor, num_rows: int, length: int) -> torch.Tensor:
     inside = (positions >= 0) & (positions < length)
     return torch.where(inside, rows * length + positions, num_rows * length)
+
+
+@fused
+def _pool_slots(
+    rows: torch.Tensor, positions: torch.Tensor, firsts: torch.Tensor, sizes: torch.Tensor, num_slots: int
+) -> torch.Tensor:
+    inside = (positions >= 0) & (positions < sizes[rows])
+    return torch.where(inside, firsts[rows] + positions, num_slots)

@@ -38,6 +38,7 @@ def attend_rows(
     key: torch.Tensor,
     value: torch.Tensor,
     starts: torch.Tensor,
+    slots: torch.Tensor,
     lengths: torch.Tensor,
     num_rows: int,
     max_count: int,
@@ -51,10 +52,11 @@ def attend_rows(
 
     Args:
         query (`torch.Tensor` of shape `(1, heads, T, width)`): Queries of the packed tokens.
-        key (`torch.Tensor` of shape `(1, key_heads, N * L, width)`): All slots of the cache.
-        value (`torch.Tensor` of shape `(1, key_heads, N * L, v_width)`): All slots of the cache.
+        key (`torch.Tensor` of shape `(1, key_heads, slots, width)`): All slots of the cache.
+        value (`torch.Tensor` of shape `(1, key_heads, slots, v_width)`): All slots of the cache.
         starts (`torch.IntTensor` of shape `(N + 1,)` or longer):
             Packed index of each row's first token, then of the first one that is filler.
+        slots (`torch.IntTensor` of shape `(N,)` or longer): First slot of each row.
         lengths (`torch.IntTensor` of shape `(N,)` or longer): Slots of each row in use.
         num_rows (`int`): N.
         max_count (`int`): An upper bound of the tokens of a row.
@@ -73,9 +75,9 @@ def attend_rows(
     tile = max(16, min(MAX_TILE, triton.next_power_of_2(max_count * group)))
     grid = (num_rows + 1, key_heads, triton.cdiv(max_count * group, tile))
     _attend_rows[grid](
-        query, key, value, attended, starts, lengths, s_aux if s_aux is not None else query,
+        query, key, value, attended, starts, slots, lengths, s_aux if s_aux is not None else query,
         query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
-        num_tokens, num_rows, key.shape[2] // num_rows, window, scaling, softcap or 0.0,
+        num_tokens, num_rows, window, scaling, softcap or 0.0,
         GROUP=group, GROUP_2=triton.next_power_of_2(group), HEADS=heads, WIDTH=width, V_WIDTH=v_width,
         HAS_SINKS=s_aux is not None, HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window != -1,
         TILE=tile, KEYS=64 if width <= 128 else 32,
@@ -88,9 +90,9 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _attend_rows(  # type: ignore[no-untyped-def]
-        query, key, value, attended, starts, lengths, sinks,
+        query, key, value, attended, starts, first_slots, lengths, sinks,
         query_head_stride, query_token_stride, key_head_stride, key_slot_stride, value_head_stride, value_slot_stride,
-        num_tokens, num_rows, row_length, window, scaling, softcap,
+        num_tokens, num_rows, window, scaling, softcap,
         GROUP: tl.constexpr, GROUP_2: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
         HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
         TILE: tl.constexpr, KEYS: tl.constexpr, WIDTH_2: tl.constexpr, V_WIDTH_2: tl.constexpr,
@@ -128,7 +130,7 @@ if triton is not None:
         begin = 0
         if HAS_WINDOW:
             begin = tl.maximum(length - count + tile * TILE // GROUP - window + 1, 0) // KEYS * KEYS
-        base = row.to(tl.int64) * row_length
+        base = tl.load(first_slots + row).to(tl.int64)
         for block in range(begin, length, KEYS):
             slots = block + tl.arange(0, KEYS)
             kept = slots < length

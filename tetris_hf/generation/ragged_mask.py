@@ -25,14 +25,17 @@ class PackedForward:
 
     Attributes:
         packing (`Packing`): Rows and positions of the tokens.
-        row_length (`int`): L, slots of each row in the cache.
+        firsts (`torch.LongTensor` of shape `(N,)`): First slot of each row in the cache.
+        num_slots (`int`, *optional*):
+            Slots in all, if rows may lie anywhere; else they lie side by side, equally long.
         any_rule (`bool`): Whether some attention layer reads [`RaggedMask.allowed`], as far as is known.
         masks (`list[RaggedMask]`): Mask rules that the model asked for.
         num_attended (`int`): Attention layers that came here.
     """
 
     packing: Packing
-    row_length: int
+    firsts: torch.Tensor
+    num_slots: int | None = None
     any_rule: bool = False
     masks: list[RaggedMask] = field(default_factory=list)
     num_attended: int = 0
@@ -74,6 +77,8 @@ class AttentionPlan:
         padded_index (`torch.LongTensor` of shape `(N, max_count)`, *optional*): See [`Packing.padded_index`].
         packed_index (`torch.LongTensor` of shape `(T,)`, *optional*): See [`Packing.packed_index`].
         allowed (`torch.BoolTensor` of shape `(N, 1, max_count, max_length)`, *optional*): See [`RaggedMask.allowed`].
+        key_index (`torch.LongTensor` of shape `(N, max_length)`, *optional*):
+            Slots of each row's positions, if rows may lie anywhere.
     """
 
     num_rows: int
@@ -86,6 +91,7 @@ class AttentionPlan:
     padded_index: torch.Tensor | None = None
     packed_index: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
+    key_index: torch.Tensor | None = None
 
 
 class RaggedMask:
@@ -97,18 +103,24 @@ class RaggedMask:
 
     Args:
         packing (`Packing`): Rows and positions of the packed tokens.
-        row_length (`int`): L, slots of each row in the cache.
+        firsts (`torch.LongTensor` of shape `(N,)`): First slot of each row in the cache.
         mask_function (`Callable`):
             transformers' rule `(batch_idx, head_idx, q_idx, kv_idx) -> bool`. In a cache without gaps a slot's index
             in its row is a position, so the rule is right on (query positions, slots) for every kind of layer.
         local_size (`int`, *optional*): The window or chunk size, if the rule has one.
+        num_slots (`int`, *optional*): As of [`PackedForward`].
     """
 
     def __init__(
-        self, packing: Packing, row_length: int, mask_function: Callable[..., Any], local_size: int | None = None
+        self,
+        packing: Packing,
+        firsts: torch.Tensor,
+        mask_function: Callable[..., Any],
+        local_size: int | None = None,
+        num_slots: int | None = None,
     ):
         self.packing = packing
-        self.row_length = row_length
+        self.firsts, self.num_slots = firsts, num_slots
         self.mask_function = mask_function
         self.local_size = local_size
         self._plans: dict[torch.device, AttentionPlan] = {}
@@ -158,7 +170,7 @@ class RaggedMask:
         if device not in self._plans:
             starts, slots, lengths = (
                 bounds.to(device)
-                for bounds in _bounds(packing.counts, packing.lengths, packing.num_tokens, self.row_length)
+                for bounds in _bounds(packing.counts, packing.lengths, packing.num_tokens, self.firsts)
             )
             sizes = packing.num_rows, packing.max_count, packing.max_length, self.window
             self._plans[device] = AttentionPlan(*sizes, starts, slots, lengths)
@@ -166,6 +178,9 @@ class RaggedMask:
         if for_any_rule and plan.allowed is None:
             plan.padded_index, plan.packed_index = packing.padded_index.to(device), packing.packed_index.to(device)
             plan.allowed = self.allowed().to(device)
+            if self.num_slots is not None:
+                positions = torch.arange(packing.max_length, device=self.firsts.device)
+                plan.key_index = (self.firsts[:, None] + positions).clamp(max=self.num_slots - 1).to(device)
         return plan
 
     def allowed(self) -> torch.Tensor:
@@ -190,14 +205,13 @@ class RaggedMask:
 
 @fused
 def _bounds(
-    counts: torch.Tensor, lengths: torch.Tensor, num_tokens: int, row_length: int
+    counts: torch.Tensor, lengths: torch.Tensor, num_tokens: int, firsts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`starts`, `slots` and `lengths` of an [`AttentionPlan`]."""
     ends = counts.cumsum(0)
-    rows = torch.arange(counts.shape[0] + 2, device=counts.device).clamp(max=counts.shape[0])
     return (
         torch.cat([ends[:1] * 0, ends, ends[:1] * 0 + num_tokens]).int(),
-        (rows * row_length).int(),
+        torch.cat([firsts, firsts[-1:], firsts[-1:]]).int(),
         torch.nn.functional.pad(lengths, (0, 1)).int(),
     )
 
@@ -213,5 +227,7 @@ def ragged_mask(mask_function: Callable[..., Any] = causal_mask_function, **kwar
     if mask_function is bidirectional_mask_function:
         raise NotImplementedError("The model attends to later tokens, so drafts cannot be verified at once.")
     forward = current_forward()
-    forward.masks.append(RaggedMask(forward.packing, forward.row_length, mask_function, kwargs.get("local_size")))
+    forward.masks.append(
+        RaggedMask(forward.packing, forward.firsts, mask_function, kwargs.get("local_size"), forward.num_slots)
+    )
     return forward.masks[-1]

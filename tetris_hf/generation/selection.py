@@ -105,7 +105,8 @@ class DraftSelectorList(list[DraftSelector]):
 
     def wants_deeper(self, draft: Draft, capacity: int) -> bool:
         """See [`DraftSelector.wants_deeper`]. Of several selectors, a later one may want what an earlier one leaves."""
-        return self[0].wants_deeper(draft, capacity) if len(self) == 1 else True
+        asked = getattr(self[0], "wants_deeper", None) if len(self) == 1 else None
+        return True if asked is None else asked(draft, capacity)
 
     def observe(self, verification: Verification) -> None:
         """Show a step's outcome to every selector."""

@@ -244,6 +244,7 @@ class Speculation:
     def begin_again(self, input_ids: torch.Tensor) -> None:
         """Begin a batch that is nobody's, with prompts of shape `(N, W)` without padding."""
         self.rows.restart(input_ids, torch.zeros_like(self.rows.padding), self.rows.width)
+        self.target.cache.share()
         self._begun = False
         self.prefill()
 

@@ -93,6 +93,7 @@ def _key(speculation: Speculation, compile_config: Any) -> Hashable:
         whole,
         (speculation.processing.fingerprint(), speculation.stopping.fingerprint()) if whole else None,
         speculation.rows.num_rows,
+        speculation.target.cache.pool_size,
         speculation.rows.pad_token_id,
         tuple(speculation.sizes()),
         id(speculation.auto.controller) if speculation.auto is not None else None,
