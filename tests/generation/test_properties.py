@@ -1,5 +1,5 @@
-"""Whatever batch, budget and drafter: greedy text is stock's, no step verifies more than its capacity, and an answer of
-a job is that of its prompt alone.
+"""Whatever batch, budget and drafter: greedy text is stock's, no step verifies more than its capacity, and an answer
+of a job is that of its prompt alone.
 """
 
 import copy

@@ -133,7 +133,9 @@ def iterate_batch(
             tokens += len(output.generated_tokens)
             accepted, verified = accepted + output.accepted, verified + output.verified
             bar.update()
-            bar.set_postfix(tokens=tokens, accepted=f"{accepted / max(1, verified):.2f}", refresh=False)
+            speed = tokens / max(bar.format_dict["elapsed"], 1e-9)
+            shown = {"tokens": tokens, "tok/s": f"{speed:.0f}", "accepted": f"{accepted / max(1, verified):.2f}"}
+            bar.set_postfix(shown, refresh=False)
             yield request.order, output
             while refused:
                 bar.update()

@@ -70,10 +70,10 @@ def ragged_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, AttentionPlan):  # a compiled layer, which sees its own kernels only
         plan = attention_mask
-        tensors = plan.starts, plan.slots, plan.lengths, plan.padded_index, plan.packed_index, plan.allowed
-        tensors = *tensors, plan.key_index
+        starts = plan.starts, plan.slots, plan.lengths
+        general = plan.padded_index, plan.packed_index, plan.allowed, plan.key_index
         sizes = plan.num_rows, plan.max_count, plan.max_length, plan.window
-        return attend(query, key, value, *tensors, *sizes, scaling, softcap, s_aux), None
+        return attend(query, key, value, *starts, *general, *sizes, scaling, softcap, s_aux), None
     forward = current_forward()
     forward.num_attended += 1
     if attention_mask is None:

@@ -126,7 +126,8 @@ class RaggedCache(Cache):
         """First slot of each row. `torch.LongTensor` of shape `(N,)`."""
         if self.pool_size is None:
             return torch.arange(self.num_rows, device=device) * self.length
-        return self._firsts.to(device)
+        firsts: torch.Tensor = self._firsts.to(device)
+        return firsts
 
     def share(self) -> None:
         """Give all rows of a pool equal parts of it."""
