@@ -185,8 +185,8 @@ class TetrisDecoding:
         pools: bool = False,
     ) -> Speculation:
         """
-        What a batch needs, put together. Arguments as those of a call; `padding` of shape `(N,)`. With `pools`, and where
-        memory does not suffice for all rows at full width, rows share a pool of slots.
+        What a batch needs, put together. Arguments as those of a call; `padding` of shape `(N,)`. With `pools`, and
+        where memory does not suffice for all rows at full width, rows share a pool of slots.
         """
         depth = self._depth(len(input_ids), check_depth(num_assistant_tokens), generation_config)
         capacity = len(input_ids) * depth if self.capacity == "auto" else int(self.capacity)

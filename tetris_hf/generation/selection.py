@@ -104,7 +104,7 @@ class DraftSelectorList(list[DraftSelector]):
         return spend(evenly(lengths, draft.depth), lengths, capacity)
 
     def wants_deeper(self, draft: Draft, capacity: int) -> bool:
-        """See [`DraftSelector.wants_deeper`]. Of several selectors, a later one may want what an earlier one leaves."""
+        """See [`DraftSelector.wants_deeper`]. Of several, a later one may want what an earlier one leaves."""
         asked = getattr(self[0], "wants_deeper", None) if len(self) == 1 else None
         return True if asked is None else asked(draft, capacity)
 

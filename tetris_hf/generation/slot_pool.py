@@ -33,7 +33,7 @@ class SlotPool:
             length (`int`): Tokens of a row, at least 1.
 
         Returns:
-            `int`, *optional*: First slot of a range of `size(length)`, the lowest that is free; `None` if there is none.
+            `int`, *optional*: First slot of the lowest free range of `size(length)` slots; `None` if there is none.
         """
         wanted = self.size(length) // self.block_size
         for place, (first, number) in enumerate(self._free):
