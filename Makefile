@@ -5,6 +5,7 @@
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -25,9 +26,10 @@ help:
 demo: $(VENV)/demo.stamp $(VENV)/weights.stamp
 	$(PY) examples/demo.py $(ARGS)
 
-# Tests need no network, and a test that tries it should fail at once and on every machine.
+# Tests need no network, and a test that tries it should fail at once and on every machine. Each process of them uses one
+# thread, so as many run side by side as there are cores to use.
 test: $(VENV)/dev.stamp $(VENV)/weights.stamp
-	HF_HUB_OFFLINE=1 $(PY) -m pytest $(ARGS)
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 quality: $(VENV)/dev.stamp
 	$(PY) -m ruff check .
