@@ -11,8 +11,9 @@ Every prompt has a limit of its own, from 16 to 512 new tokens. Contenders, in o
   that one compilation serves; it decodes to the longest limit, and what is beyond a row's own limit does not count;
 - `batch`: stock `generate_batch`.
 
-Only tokens of answers count, up to a row's end token or limit. Each setting runs once to warm up on its first prompts,
-then `--repeats` times. Latency is from the moment a prompt gets its slot. Prints one JSON line per setting.
+Only tokens of answers count, up to a row's end token or limit. Each setting runs once to warm up, on its first prompts
+or (`closed`) on all, then `--repeats` times. Latency is from the moment a prompt gets its slot. Prints one JSON line
+per setting.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ import tetris_hf  # noqa: E402
 Answers = list[list[int]]
 Record = dict[str, Any]
 # K and C / N of what is tried with each drafter; TETRIS may draft deeper than it verifies on average.
+KINDS = ("c0", "fixed", "tetris", "auto")
 FIXED = (1, 2, 3)
 TETRIS = ((2, 1.5), (3, 1.5), (3, 2.0))
 
@@ -66,7 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=int, nargs=2, default=[16, 512], metavar=("LEAST", "MOST"))
     add("--slots", type=int, default=64, help="N")
     add("--ways", nargs="+", choices=("refill", "closed", "static", "batch"), default=["refill", "closed", "static"])
-    add("--auto", action="store_true", help='also `tetris_capacity="auto"`')
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="which settings of ours (default: all)")
     add("--repeats", type=int, default=1)
     add("--stock-batches", type=int, default=3, help="closed batches of the stock contender")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -100,14 +102,15 @@ class Jobs:
 
     def settings(self, way: str) -> list[tuple[str, Record]]:
         """What to run in one way: a name and arguments of `generate_batch`."""
-        slots, found = self.args.slots, [("C = 0", {"tetris_capacity": 0})]
+        slots, kinds = self.args.slots, self.args.kinds
+        found: list[tuple[str, Record]] = [("C = 0", {"tetris_capacity": 0})] if "c0" in kinds else []
         for name, drafter in self.drafters.items():
-            for window in FIXED:
+            for window in FIXED if "fixed" in kinds else ():
                 selector = tetris_hf.FixedWindowSelector(window)
                 found.append((f"fixed, {name}", self._drafted(drafter, window * slots, window, selector)))
-            for depth, ratio in TETRIS:
+            for depth, ratio in TETRIS if "tetris" in kinds else ():
                 found.append((f"TETRIS, {name}", self._drafted(drafter, round(ratio * slots), depth, None)))
-            if self.args.auto:
+            if "auto" in kinds:
                 found.append((f"auto, {name}", {"assistant_model": drafter, "tetris_capacity": "auto"}))
         if way == "closed":  # one of each kind
             found = [one for one in found if one[1].get("num_assistant_tokens", 2) in (2, 3)][:3]
@@ -207,7 +210,9 @@ def measured(jobs: Jobs, way: str, setting: Record, repeats: int) -> Record:
     # As wide as the job will need, so that what is captured now serves.
     longest = max(requests, key=lambda request: len(request["input_ids"]) + request["max_new_tokens"])
     short = [{**request, "max_new_tokens": 16} for request in requests[: jobs.args.slots]]
-    warm_up = seconds_of(lambda: call([longest, *short], setting), jobs.model.device)[1]
+    # Closed batches are of several widths, each of which is captured when it first comes.
+    first = [longest, *short] if way == "refill" else requests
+    warm_up = seconds_of(lambda: call(first, setting), jobs.model.device)[1]
     if on_card:
         torch.cuda.reset_peak_memory_stats()
         allocated = [torch.cuda.memory_allocated() / GIB]
