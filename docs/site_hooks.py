@@ -46,8 +46,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Docstrings refer to names as [`name`] and write types in backticks: both are plain code on the site."""
+    """Docstrings refer to names as [`name`] and write types in backticks and stars: plain code on the site."""
     if page.file.src_uri != "reference.md":
         return html
     html = re.sub(r"\[(<code>[^<]*</code>)\](?!\()", r"\1", html)
-    return re.sub(r"<code>[^<]*`[^<]*</code>", lambda found: found[0].replace("`", ""), html)
+    html = re.sub(r"\[`([\w.]+)`\]", r"\1", html)
+    html = re.sub(r"<code>[^<]*`[^<]*</code>", lambda found: found[0].replace("`", ""), html)
+    return html.replace("*optional*", "optional")

@@ -3,7 +3,7 @@
 
     python hub/push.py --dry-run FOLDER                      # write the repository of the decoding method
     python hub/push.py OWNER/NAME                            # write and upload it
-    python hub/push.py OWNER/NAME --kind medusa --private    # the Medusa heads
+    python hub/push.py OWNER/NAME --kind medusa --private    # the Medusa heads, with their code
 
 A dry run needs neither network nor account. An upload uses the account of `hf auth login`.
 """
@@ -47,7 +47,7 @@ def main() -> int:
             repo_id=args.destination,
             folder_path=folder,
             commit_message=f"tetris_hf {version()}",
-            delete_patterns=["custom_generate/*"] if args.kind == "code" else None,  # files that are gone here
+            delete_patterns=["custom_generate/*"],  # files that are gone here
         )
     print(commit.commit_url)
     return 0

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import shlex
 from pathlib import Path
 
 from tetris_hf.cli.main import build_parser
@@ -75,17 +74,6 @@ def test_each_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\nmarkdown_")[0]
     named = set(re.findall(r"(\w+\.md)$", navigation, flags=re.MULTILINE))
     assert {page.name for page in DOCS.glob("*.md")} <= named
-
-
-def test_commands_in_the_docs_are_understood():
-    parser = build_parser()
-    commands = []
-    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
-        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
-            commands += [line for line in block.replace("\\\n", " ").splitlines() if line.startswith("tetris-hf ")]
-    assert len(commands) >= 3
-    for command in commands:
-        assert parser.parse_args(shlex.split(command, comments=True)[1:]).run
 
 
 def test_each_option_that_the_page_names_exists():

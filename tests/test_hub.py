@@ -1,7 +1,9 @@
 """`hub/push.py` writes repositories that work as they stand, and uploads what it wrote."""
 
 import importlib
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,37 +35,73 @@ def push(monkeypatch):
         sys.modules.pop(name, None)
 
 
-CODE = """
-import importlib.util, sys
-import torch
-from transformers import AutoModelForCausalLM
+# As long as those of a commit.
+COMMIT = "7" * 40
 
+CODE = """
+import importlib.util, json, sys
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+torch.set_num_threads(1)
 assert importlib.util.find_spec("tetris_hf") is None
-target, near = (AutoModelForCausalLM.from_pretrained(name) for name in ("target", "near"))
-batch = torch.load("batch.pt")
 settings = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-plain = target.generate(**batch, **settings).sequences
-hub = {"custom_generate": "repository", "trust_remote_code": True}
-out = target.generate(**batch, **settings, **hub, assistant_model=near, tetris_capacity=5)
-assert torch.equal(out.sequences, plain) and out.tetris_stats.accepted.sum() > 0
-out = target.generate(**batch, **settings, **hub, prompt_lookup_num_tokens=3, tetris_capacity=5)
-assert torch.equal(out.sequences, plain)
+
+
+def speculated(target, repository, **arguments):
+    plain = target.generate(**batch, **settings).sequences
+    hub = {"custom_generate": repository, "trust_remote_code": True}
+    out = target.generate(**batch, **settings, **hub, **arguments, tetris_capacity=5)
+    assert torch.equal(out.sequences, plain)
+    return out.tetris_stats
+
+
+batch = torch.load("batch.pt")
+target, near = (AutoModelForCausalLM.from_pretrained(name) for name in ("target", "near"))
+assert speculated(target, "code", assistant_model=near).accepted.sum() > 0
+speculated(target, "code", prompt_lookup_num_tokens=3)
+
+torch.manual_seed(0)
+settings["max_new_tokens"] = 6
+wide = LlamaForCausalLM(LlamaConfig(**json.loads(sys.argv[1]))).eval()
+for heads_repository, method in (("heads", "code"), ("heads", "heads"), ("owner/heads", "owner/code")):
+    heads = AutoModel.from_pretrained(heads_repository, trust_remote_code=True)
+    assert type(heads).__name__ == "MedusaHeads" and heads.weight.abs().sum() > 0
+    assert speculated(wide, method, assistant_model=heads).verified.sum() > 0
 print("fine")
 """
 
 
-def test_the_code_works_in_a_process_without_the_package(push, tmp_path, target, near, capsys):
-    folder = tmp_path / "repository"
-    assert push("--dry-run", folder) == 0
+def wide_sizes():
+    """A config for the shipped heads' width and vocabulary, with one layer."""
+    sizes = {"hidden_size": 576, "intermediate_size": 64, "num_attention_heads": 9, "num_key_value_heads": 3}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 49152, "tie_word_embeddings": True}
+    return {**kit.TINY, **sizes, "initializer_range": 0.2}
+
+
+def as_downloaded(folder, name, home):
+    """Put a repository where a download from the Hub would have put it."""
+    place = home / "hub" / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, place / "snapshots" / COMMIT)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(COMMIT)
+
+
+def test_code_and_heads_work_in_a_process_without_the_package(push, tmp_path, target, near, capsys):
+    assert push("--dry-run", tmp_path / "code") == 0
     shown = capsys.readouterr().out.split()
-    assert str(folder / "custom_generate" / "generate.py") in shown and str(folder / "LICENSE") in shown
+    assert {str(tmp_path / "code" / file) for file in ("custom_generate/generate.py", "LICENSE")} <= set(shown)
+    assert push("--dry-run", tmp_path / "heads", "--kind", "medusa") == 0
+    for name in ("code", "heads"):
+        as_downloaded(tmp_path / name, f"owner/{name}", tmp_path / "home")
     target.save_pretrained(tmp_path / "target")
     near.save_pretrained(tmp_path / "near")
     torch.save(kit.ragged(), tmp_path / "batch.pt")
     # As in tests/generation/test_hub_folder.py: no folder of ours, no editable install can be found.
     site = [path for path in sys.path if path.endswith("site-packages")]
+    script = f"import sys; sys.path[:0] = {site!r}\n{CODE}"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:0] = {site!r}\n{CODE}"],
+        [sys.executable, "-I", "-S", "-c", script, json.dumps(wide_sizes())],
         cwd=tmp_path,
         env={
             "HF_HOME": str(tmp_path / "home"),
@@ -75,6 +113,22 @@ def test_the_code_works_in_a_process_without_the_package(push, tmp_path, target,
         text=True,
     )
     assert done.returncode == 0 and done.stdout.strip().endswith("fine"), done.stderr[-2000:]
+
+
+def test_the_heads_bring_their_code(push, tmp_path):
+    push("--dry-run", tmp_path / "it", "--kind", "medusa")
+    code = tmp_path / "it" / "custom_generate"
+    method = {file.name for file in (ROOT / "tetris_hf" / "generation").glob("*.py")}
+    classes = {file.name for file in (ROOT / "tetris_hf" / "models").glob("medusa*.py")}
+    assert {file.name for file in code.iterdir()} == method | classes | {"requirements.txt"}
+    for name in classes:
+        ours, source = (code / name).read_text(), (ROOT / "tetris_hf" / "models" / name).read_text()
+        assert ours == source.replace("from ..generation.", "from .") and "from .." not in ours
+        # The loader reads these lines and copies what they name; `from . import` it does not see.
+        imported = re.findall(r"^ *from \.(\S*) import", ours, flags=re.MULTILINE)
+        assert {f"{module}.py" for module in imported} <= method | classes
+    card = ModelCard.load(tmp_path / "it" / "README.md")
+    assert "custom_generate" in card.data.tags and not re.search(r"\{\w+\}", card.text), "a placeholder is left"
 
 
 def test_the_folder_holds_the_whole_package_folder_and_its_card(push, tmp_path):
@@ -101,25 +155,25 @@ def test_requirements_are_those_of_the_package():
         assert f'"{name}{",".join(bounds)}"' in stated
 
 
-def test_weights_load_as_their_cards_say(push, tmp_path, enabled):
+def test_weights_load_as_their_cards_say(push, tmp_path, enabled, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     torch.manual_seed(0)
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
-    config = {**kit.TINY, **sizes, "vocab_size": 49152, "tie_word_embeddings": True, "initializer_range": 0.2}
-    model, batch = LlamaForCausalLM(LlamaConfig(**config)).eval(), kit.ragged()
+    model, batch = LlamaForCausalLM(LlamaConfig(**{**wide_sizes(), "num_hidden_layers": 2})).eval(), kit.ragged()
     plain = kit.plain(model, batch, max_new_tokens=6)
     for kind in ("medusa", "shallow"):
         folder = tmp_path / kind
         push("--dry-run", folder, "--kind", kind)
-        assert {"README.md", "LICENSE", "config.json", "model.safetensors"} == {file.name for file in folder.iterdir()}
+        assert {"README.md", "LICENSE", "config.json", "model.safetensors"} <= {file.name for file in folder.iterdir()}
         card = ModelCard.load(folder / "README.md")
         assert "pip install tetris-hf" in card.text and "assets/" not in card.text and "`../" not in card.text
-        code = re.search(r"```python\n(.*?)```", card.text, flags=re.DOTALL)[1]
-        assert f'"{folder}"' in code
-        code = code.replace(
-            "model.generate(**batch,", "ours = model.generate(**batch, max_new_tokens=6, do_sample=False,"
-        )
-        exec(code, scope := {"model": model, "batch": batch})
-        assert torch.equal(scope["ours"], plain)
+        blocks = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
+        assert len(blocks) == {"medusa": 2, "shallow": 1}[kind]
+        for code in blocks:
+            assert f'"{folder}"' in code
+            code = re.sub(r"model\.generate\(\s*\*\*batch,", "ours = model.generate(**batch, **short,", code)
+            short = {"max_new_tokens": 6, "do_sample": False}
+            exec(code, scope := {"model": model, "batch": batch, "short": short})
+            assert torch.equal(scope["ours"], plain)
 
 
 def test_an_upload_sends_what_a_dry_run_writes(push, tmp_path, monkeypatch, capsys):

@@ -51,3 +51,15 @@ def test_weights_kept_in_memory_until_they_are_needed(folder, draft, encoded, en
     model = AutoModelForCausalLM.from_pretrained(folder)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert same_text(model, draft, encoded)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device beside the CPU")
+@pytest.mark.parametrize(("target_device", "assistant_device"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_an_assistant_on_another_device(model, draft, encoded, enabled, target_device, assistant_device):
+    model, draft = model.to(target_device), draft.to(assistant_device)
+    encoded = {name: tensor.to(target_device) for name, tensor in encoded.items()}
+    expected = model.generate(**encoded, **SETTINGS)
+    out = model.generate(
+        **encoded, **SETTINGS, assistant_model=draft, tetris_capacity=12, return_dict_in_generate=True
+    )
+    assert torch.equal(out.sequences, expected) and out.tetris_stats.accepted.sum() > 0

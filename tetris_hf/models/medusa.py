@@ -150,7 +150,7 @@ class MedusaHeads(PreTrainedModel):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike, *model_args: Any, **kwargs: Any
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: Any, **kwargs: Any
     ) -> MedusaHeads:
         """
         Load heads that `save_pretrained` stored, or a published checkpoint: `medusa_lm_head` of FasterDecoding's
@@ -168,9 +168,11 @@ class MedusaHeads(PreTrainedModel):
         """
         published = None if "config" in kwargs else read_published(pretrained_model_name_or_path, **kwargs)
         if published is None:
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+            heads: MedusaHeads = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+            return heads
         sizes, weights = published
         heads = cls(MedusaConfig(**sizes))
         heads.load_state_dict(weights)
         dtype = kwargs.get("dtype")
-        return heads.to(weights["weight"].dtype if dtype in (None, "auto") else dtype).eval()
+        heads.to(weights["weight"].dtype if dtype in (None, "auto") else dtype).eval()
+        return heads

@@ -97,7 +97,8 @@ class MedusaDrafter(Drafter):
         columns = (rows.length[live, None] + torch.arange(depth, device=live.device)).flatten()  # (R * K,)
         owners = live.repeat_interleave(depth)
         flat = self._processing(scores.flatten(0, 1).to(live.device), owners, columns)
-        return self._processing.with_noise(flat, owners, columns).unflatten(0, (len(live), depth))
+        noisy: torch.Tensor = self._processing.with_noise(flat, owners, columns)
+        return noisy.reshape(len(live), depth, -1)
 
     def end(self) -> None:
         self._states = self._lm_head = None

@@ -38,7 +38,7 @@ _KNOWN = (
 
 
 def read_published(
-    name_or_path: str | os.PathLike, **kwargs: Any
+    name_or_path: str | os.PathLike[str], **kwargs: Any
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
     """
     Read a published checkpoint.
