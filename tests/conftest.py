@@ -1,6 +1,7 @@
 """Fixtures: the tiny kit of `kit.py`, built once, and the state of transformers put back after every test."""
 
 import copy
+import sys
 
 import kit
 import pytest
@@ -20,6 +21,15 @@ def plain_generate():
     """Whatever a test enables for all models is undone after it."""
     yield
     tetris_hf.disable()
+
+
+@pytest.fixture
+def modules_cache(monkeypatch, tmp_path):
+    """Code from Hub folders is copied to and imported from a place of the test's own, as if it were the first."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.fixture

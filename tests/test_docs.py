@@ -46,7 +46,7 @@ def functions_named(name):
 
 
 @pytest.fixture
-def scope(folder, monkeypatch, tmp_path):  # noqa: F811
+def scope(folder, monkeypatch, modules_cache):  # noqa: F811
     """What blocks of Python take for granted, with tiny models under the names of large ones."""
     causal, words = transformers.AutoModelForCausalLM, transformers.AutoTokenizer
     load, read = causal.from_pretrained, words.from_pretrained
@@ -58,7 +58,6 @@ def scope(folder, monkeypatch, tmp_path):  # noqa: F811
 
     monkeypatch.setattr(causal, "from_pretrained", tiny_for)
     monkeypatch.setattr(words, "from_pretrained", lambda name, **kwargs: read(folder / "target", **kwargs))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     tetris_hf.enable()
     model, draft = tiny_for("target"), tiny_for("0.5B")
     tokenizer = words.from_pretrained("target", padding_side="left")

@@ -38,6 +38,7 @@ RUN_BY = {
     "examples/tensor_parallel.py": "test_parallel.py::test_a_target_split_over_two_processes",
     "examples/demo.py": "test_examples.py::test_the_demo_and_the_heads_on_real_weights",
     "benchmarks/drafters.py": "test_docs_commands.py::test_benchmarks_that_count_run",
+    "benchmarks/jobs.py": "benchmarks/test_jobs_benchmark.py::test_all_ways_serve_the_same_job",
     "benchmarks/estimators.py": "test_docs_commands.py::test_benchmarks_that_count_run",
     "benchmarks/paper/": "benchmarks/test_paper_figures.py::test_every_command_writes_records_and_a_figure",
     "benchmarks/parallel.py": "benchmarks/test_parallel_benchmark.py::test_every_phase_in_one_process",

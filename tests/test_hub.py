@@ -155,8 +155,7 @@ def test_requirements_are_those_of_the_package():
         assert f'"{name}{",".join(bounds)}"' in stated
 
 
-def test_weights_load_as_their_cards_say(push, tmp_path, enabled, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_weights_load_as_their_cards_say(push, tmp_path, enabled, modules_cache):
     torch.manual_seed(0)
     model, batch = LlamaForCausalLM(LlamaConfig(**{**wide_sizes(), "num_hidden_layers": 2})).eval(), kit.ragged()
     plain = kit.plain(model, batch, max_new_tokens=6)

@@ -184,7 +184,9 @@ def test_a_bad_drafter_costs_next_to_nothing():
     assert settings.count((0, 0)) > 370
 
 
-@pytest.mark.parametrize("cost, num_rows, mean", [(h100(0.00027), 64, 0.6), (few_rows, 16, 0.5)], ids=["h100", "few rows"])
+@pytest.mark.parametrize(
+    "cost, num_rows, mean", [(h100(0.00027), 64, 0.6), (few_rows, 16, 0.5)], ids=["h100", "few rows"]
+)
 def test_a_batch_that_empties(cost, num_rows, mean):
     """Rows end one after the other and the step costs the same: whole batches, over two draws."""
     texts = torch.randint(40, 250, (num_rows,), generator=torch.Generator().manual_seed(5))

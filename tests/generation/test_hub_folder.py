@@ -60,8 +60,7 @@ def test_in_a_process_without_the_package(repository, target, near):
     assert done.returncode == 0 and done.stdout.strip().endswith("fine"), done.stderr[-2000:]
 
 
-def test_beside_the_installed_package(repository, target, near, enabled, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(repository.parent / "modules"))
+def test_beside_the_installed_package(repository, target, near, enabled, modules_cache):
     batch, settings = kit.ragged(), {"max_new_tokens": 20, "do_sample": False}
     plain = target.generate(**batch, **settings)
     ours = {"assistant_model": near, "tetris_capacity": 5}

@@ -1,0 +1,52 @@
+"""The benchmark of jobs on a tiny model: the same answers in every way, their counts, and what fails is a record."""
+
+import importlib
+import json
+import sys
+
+import pytest
+from test_throughput import BENCHMARKS, folder  # noqa: F401  (a fixture)
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    return importlib.import_module("jobs")
+
+
+def arguments(folder, *more):  # noqa: F811
+    named = {"small": "model", "shallow": "shallow", "medusa": "medusa", "prompts": "prompts.jsonl"}
+    folders = [text for name, path in named.items() for text in (f"--{name}", str(folder / path))]
+    return [*folders, "--device", "cpu", "--num-prompts", "7", "--slots", "3", "--new-tokens", "2", "9", *more]
+
+
+def test_all_ways_serve_the_same_job(jobs, folder, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))  # where costs are kept
+    out = tmp_path / "jobs.jsonl"
+    ways = ["--ways", "refill", "closed", "static", "batch", "--stock-batches", "3", "--drafters", "shallow"]
+    records = jobs.main(arguments(folder, *ways, "--out", str(out)))
+    assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(json.dumps(records))
+    assert not [record["error"] for record in records if "error" in record]
+    # In float32 everybody says the same, up to each row's own limit.
+    assert len({record["tokens"] for record in records}) == 1
+    names = [(record["way"], record["name"], record["K"]) for record in records]
+    assert names == [
+        *[("refill", "C = 0", None), *(("refill", "fixed, shallow", k) for k in jobs.FIXED)],
+        *[("refill", "TETRIS, shallow", k) for k, _ in jobs.TETRIS],
+        *[("refill", "auto, shallow", None), ("closed", "C = 0", None)],
+        *[("closed", "fixed, shallow", k) for k in (2, 3)],
+        *[("static", "stock", None), ("batch", "stock", None)],
+    ]
+    for record in records[:-2]:
+        assert record["requests"] == 7 and record["tokens_per_step"] >= 1
+        assert 0 < record["latency"]["p50"] <= record["latency"]["p95"] <= max(record["seconds"])
+        assert record["ter"] <= 1 and (record["vsr"] is None) == (record["tokens_per_step"] == 1)
+
+
+def test_what_fails_is_a_record_and_the_rest_goes_on(jobs, folder, monkeypatch):  # noqa: F811
+    def fails(self, requests):
+        raise RuntimeError("no such kernel\nsecond line")
+
+    monkeypatch.setattr(jobs.Jobs, "static", fails)
+    records = jobs.main(arguments(folder, "--ways", "static", "refill", "--kinds", "c0", "--drafters"))
+    assert records[0]["error"] == "RuntimeError: no such kernel" and "error" not in records[1]
