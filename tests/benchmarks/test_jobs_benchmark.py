@@ -40,7 +40,7 @@ def test_all_ways_serve_the_same_job(jobs, folder, tmp_path, monkeypatch):  # no
     for record in records[:-2]:
         assert record["requests"] == 7 and record["tokens_per_step"] >= 1
         assert 0 < record["latency"]["p50"] <= record["latency"]["p95"] <= max(record["seconds"])
-        assert record["ter"] <= 1 and (record["vsr"] is None) == (record["tokens_per_step"] == 1)
+        assert record["ter"] <= 1 and (record["vsr"] is not None or record["tokens_per_step"] == 1)
 
 
 def test_what_fails_is_a_record_and_the_rest_goes_on(jobs, folder, monkeypatch):  # noqa: F811
