@@ -195,15 +195,18 @@ def test_answers_of_one_prompt_differ_when_sampling():
         generate_batch(target, prompts(2), num_return_sequences=4, do_sample=False, max_new_tokens=2)
 
 
-def test_the_law_of_refilled_rows():
-    """12,000 answers of two prompts, of unequal length, with selection on: the chain's own law."""
+@pytest.mark.parametrize("seed, score", [(None, "predictable"), (3, "paper")])
+def test_the_law_of_refilled_rows(seed, score):
+    """50,000 answers of two prompts, of unequal length, with selection on: the chain's own law; seeded: any score."""
     table = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.4, 0.1], [0.1, 0.6, 0.2, 0.1]])
     other = torch.tensor([[0.3, 0.3, 0.2, 0.2], [0.2, 0.2, 0.3, 0.3], [0.5, 0.1, 0.3, 0.1], [0.3, 0.3, 0.3, 0.1]])
     torch.manual_seed(11)
-    inputs = [{"input_ids": [1 + i % 2], "max_new_tokens": 2 + i % 3} for i in range(12_000)]
+    inputs = [{"input_ids": [1 + i % 2], "max_new_tokens": 2 + i % 3} for i in range(50_000)]
     outputs = generate_batch(
-        kit.markov(table), inputs, kit.markov(other), 200, 400, 2, progress_bar=False, do_sample=True, top_k=0
-    )
+        kit.markov(table), inputs, kit.markov(other), 1000, 2000, 2, tetris_hf.TetrisSelector(score=score),
+        progress_bar=False, do_sample=True, top_k=0, seed=seed,
+    )  # fmt: skip
+    assert sum(output.accepted for output in outputs) > 10_000
     for prompt in (1, 2):
         counts = torch.zeros(4, 4)
         for output in outputs:
