@@ -9,6 +9,7 @@ import sys
 import kit
 import pytest
 import torch
+from huggingface_hub import constants
 from test_cli import folder, prompts, texts  # noqa: F401
 
 from tetris_hf import Draft, TetrisStats, Verification
@@ -97,7 +98,7 @@ def test_acceptance_for():
     assert acceptance_for(0.9, 2) == 0.0 and acceptance_for(3.1, 2) is None
 
 
-def test_the_report(folder, prompts, tmp_path, capsys):  # noqa: F811
+def test_the_report(folder, prompts, tmp_path, capsys, monkeypatch):  # noqa: F811
     fixed = ["bench", prompts, "--model", folder / "target", "--device", "cpu", "--quiet", "--repeats", 2]
     sizes = ["--batch-size", N, "--max-new-tokens", 8, "--capacity", 7, "--num-assistant-tokens", K]
     asked = [str(part) for part in [*fixed, *sizes, "--assistant", folder / "near"]]
@@ -122,9 +123,10 @@ def test_the_report(folder, prompts, tmp_path, capsys):  # noqa: F811
     assert (suggested["capacity"], suggested["depth"]) == (best["capacity"], best["depth"])
     if "--plot" in asked:
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert main(asked) == 0
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))  # where costs are kept
+    assert main(["auto" if part == "7" else part for part in asked]) == 0
     shown = capsys.readouterr().out
-    assert "plain generate" in shown and "break-even acceptance" in shown and "\nUse " in shown
+    assert "plain generate" in shown and " auto " in shown and "break-even acceptance" in shown and "\nUse " in shown
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,11 @@ def test_the_report(folder, prompts, tmp_path, capsys):  # noqa: F811
         ("plain generate", None, "Drafts do not pay here: 1.50 times plain generate, 1.20 times C = 0.\nUse plain"),
         ("ours, C = 0", 0, "Use --capacity 0 (within the noise of plain generate)."),
         (
+            "ours, as asked",
+            "auto",
+            "Drafts pay here: 1.50 times plain generate, 1.20 times C = 0.\nUse --capacity auto.",
+        ),
+        (
             "ours, as suggested",
             6,
             "Drafts pay here: 1.50 times plain generate, 1.20 times C = 0.\nUse --capacity 6 --",
@@ -140,7 +147,8 @@ def test_the_report(folder, prompts, tmp_path, capsys):  # noqa: F811
     ],
 )
 def test_verdicts(use, capacity, words):
-    suggestion = {"use": use, "capacity": capacity, "num_assistant_tokens": 2, "within_noise_of": None}
+    depth = None if capacity == "auto" else 2
+    suggestion = {"use": use, "capacity": capacity, "num_assistant_tokens": depth, "within_noise_of": None}
     if capacity == 0:
         suggestion["within_noise_of"] = "plain generate"
     contenders = [{"name": "ours, as suggested", "over_plain": 1.5, "over_c0": 1.2}]

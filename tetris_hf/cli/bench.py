@@ -44,7 +44,12 @@ def add_parser(commands: Any) -> None:
     options.add_models(parser)
     options.add_decoding(parser, batch_size=8, max_new_tokens=64)
     group = parser.add_argument_group("measuring")
-    group.add_argument("--capacity", type=options.positive, metavar="C", help="measure this C as well")
+    group.add_argument(
+        "--capacity",
+        type=_drafting_capacity,
+        metavar="C",
+        help="measure this C as well, or `auto`, which chooses as it goes",
+    )
     group.add_argument(
         "--num-assistant-tokens", type=options.positive, metavar="K", help="the deepest K to consider (default: 4)"
     )
@@ -54,6 +59,11 @@ def add_parser(commands: Any) -> None:
     group.add_argument("--quiet", action="store_true", help="no progress bar")
     options.add_debugging(parser)
     parser.set_defaults(run=run)
+
+
+def _drafting_capacity(text: str) -> int | str:
+    """C: an integer of at least 1, or `auto`. C = 0 is measured anyway."""
+    return text if text == "auto" else options.positive(text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -87,7 +97,8 @@ def run(args: argparse.Namespace) -> None:
         best = promising[0]
         contenders = [plain, without]
         if args.capacity is not None:
-            contenders.append(bench.speculative("ours, as asked", args.capacity, bench.depth))
+            depth = args.num_assistant_tokens if args.capacity == "auto" else bench.depth
+            contenders.append(bench.speculative("ours, as asked", args.capacity, depth))
         if args.capacity is None or (best.capacity, best.depth) != (args.capacity, bench.depth):
             contenders.append(bench.speculative("ours, as suggested", best.capacity, best.depth))
         bar.total += len(contenders) * (1 + args.repeats)

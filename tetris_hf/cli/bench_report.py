@@ -76,7 +76,9 @@ def verdict(report: dict[str, Any]) -> str:
         return f"Drafts do not pay here: {speeds}.\nUse plain generate{noise}."
     if best["capacity"] == 0:
         return f"Drafts do not pay here: {speeds}.\nUse --capacity 0{noise}."
-    sizes = f"--capacity {best['capacity']} --num-assistant-tokens {best['num_assistant_tokens']}"
+    sizes = f"--capacity {best['capacity']}"
+    if best["num_assistant_tokens"] is not None:
+        sizes += f" --num-assistant-tokens {best['num_assistant_tokens']}"
     return f"Drafts pay here: {speeds}.\nUse {sizes}{noise}."
 
 
@@ -113,5 +115,5 @@ def draw(report: dict[str, Any], file: str) -> None:
     pyplot.close(figure)
 
 
-def _cell(value: float | int | None) -> str:
+def _cell(value: float | int | str | None) -> str:
     return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

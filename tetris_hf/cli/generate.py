@@ -6,22 +6,27 @@ import argparse
 from typing import Any
 
 from . import options
+from .encoding import Encoder, read_template
 from .errors import CommandError
 from .job import Job, tell
 from .loading import load_drafter, load_target
-from .prompts import Encoder, read_prompts, read_template
-from .records import RecordFile
+from .prompts import PromptFile
+from .sharding import Ranks
 
 
 DESCRIPTION = """\
-Completes any number of prompts. A record is one JSON line:
+Completes any number of prompts; --batch-size of them are decoded at once, and one that ends makes room for the next.
+Each gets a record, one JSON line, when it ends:
 
   {"id": ..., "text": ..., "finish_reason": "stop" | "length", "prompt_tokens": ..., "completion_tokens": ...,
-   "token_ids": [...], "counts": {"drafted": [...], "verified": [...], "accepted": [...], "bonus": ..., "steps": ...}}
+   "token_ids": [...], "steps": ..., "verified": ..., "accepted": ...}
 
-A prompt that cannot be served gets {"id": ..., "finish_reason": "error", "error": ...}, and the job goes on. Records
-come batch by batch; batches are the same in every run of a job, so a resumed job gives the text of an undisturbed one,
-also when it samples.
+A prompt that cannot be served gets {"id": ..., "finish_reason": "error", "error": ...}, and the job goes on.
+--resume goes on with a job after any interruption and gives the text of an undisturbed one, also when it samples.
+
+  tetris-hf generate prompts.jsonl --model M --assistant A --chat --output answers.jsonl
+  tetris-hf generate prompts.jsonl --model M --assistant A --chat --output answers.jsonl --resume
+  echo "The capital of France is" | tetris-hf generate --model M --assistant lookup --max-new-tokens 20
 """
 
 
@@ -39,16 +44,17 @@ def add_parser(commands: Any) -> None:
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--capacity",
-        type=options.not_negative,
+        type=options.capacity,
         metavar="C",
-        help="draft tokens verified per step over the whole batch (default: one per prompt in it; 0 without drafts). "
-        "`tetris-hf bench` suggests one",
+        help="draft tokens verified per step over the whole batch (default: one per prompt in it; 0 without drafts); "
+        "`auto` chooses C and K as it goes. `tetris-hf bench` suggests a number",
     )
     group.add_argument(
         "--num-assistant-tokens",
         type=options.positive,
         metavar="K",
-        help="draft tokens proposed per prompt and step (default: the assistant's own, else ceil(C / N) + 2)",
+        help="draft tokens proposed per prompt and step (default: the assistant's own, else ceil(C / N) + 2); with "
+        "`auto` the most (default: 6)",
     )
     group = parser.add_argument_group("output")
     group.add_argument("--output", default="-", metavar="FILE", help="where records go (default: standard output)")
@@ -72,23 +78,26 @@ def run(args: argparse.Namespace) -> None:
     if args.capacity and not args.assistant:
         raise CommandError(f"--capacity {args.capacity} needs somebody to draft: add --assistant NAME.")
     template = read_template(args.chat_template)
-    prompts = read_prompts(args.prompts, args.format, args.prompt_key)
-    output = RecordFile(args.output, args.resume)
-    try:
-        output.check({prompt.id for prompt in prompts})
-        if len(output.done) == len(prompts):
-            return tell(args, f"all {len(prompts)} prompts have their record already")
-        model, tokenizer = load_target(args)
-        encoder = Encoder(tokenizer, args.chat, template)
-        encoder.check(prompts)
-        settings = {
-            **sampling,
-            "max_new_tokens": args.max_new_tokens,
-            "assistant_model": load_drafter(args.assistant, model, args),
-            "tetris_capacity": args.capacity if args.assistant else 0,
-            "num_assistant_tokens": args.num_assistant_tokens,
-            **({"stop_strings": args.stop, "tokenizer": tokenizer} if args.stop else {}),
-        }
-        Job(model, tokenizer, encoder, settings, output, args).run(prompts)
-    finally:
-        output.close()
+    ranks = Ranks.of_environment(args.device)
+    if ranks.world_size > 1 and args.prompts == "-":
+        raise CommandError(f"{ranks.world_size} processes cannot share standard input: name a file of prompts.")
+    with PromptFile(args.prompts, args.format, args.prompt_key) as prompts:
+        output = ranks.open(args.output, args.resume)
+        try:
+            output.check(set(prompts.ids))
+            if len(output.done) == len(prompts):
+                tell(args, f"all {len(prompts)} prompts have their record already")
+            else:
+                model, tokenizer = load_target(args)
+                encoder = Encoder(tokenizer, args.chat, template)
+                encoder.check(prompts.has_chats)
+                settings = {
+                    **sampling,
+                    "assistant_model": load_drafter(args.assistant, model, args),
+                    "tetris_capacity": args.capacity if args.assistant else 0,
+                    "num_assistant_tokens": args.num_assistant_tokens,
+                }
+                Job(model, tokenizer, encoder, settings, output, ranks, args).run(prompts)
+        finally:
+            output.close()
+        ranks.finish(prompts.ids)

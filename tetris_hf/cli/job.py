@@ -1,12 +1,11 @@
-"""A job: prompts on their way to records, batch by batch.
+"""A job: prompts on their way through one batch of the engine to records.
 
-Knows the target, batches and records. Does not know where any of them come from.
+Knows prompts, answers and records. Does not know how a batch is decoded: that is [`iterate_batch`].
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
 from collections.abc import Iterator
@@ -14,18 +13,16 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StopStringCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from .batching import Request, batches_of, left_padded
-from .errors import PromptError
-from .loading import text_limit
-from .prompts import Encoder, Prompt
+from ..generation import RequestOutput, iterate_batch
+from .encoding import Encoder
+from .errors import FAILURE, CommandError, PromptError
+from .prompts import PromptFile
 from .records import Record, RecordFile, error_record
+from .sharding import Ranks
 from .summary import Summary
-
-
-WINDOW = 16  # batches that are sorted by length together
 
 
 class Job:
@@ -36,8 +33,9 @@ class Job:
         model (`PreTrainedModel`): The target.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
         encoder ([`Encoder`]): From prompts to tokens.
-        settings (`dict`): Arguments of `generate`; a `tetris_capacity` of `None` stands for one per row.
+        settings (`dict`): Arguments of [`iterate_batch`]; a `tetris_capacity` of `None` stands for one per row.
         output ([`RecordFile`]): Where records go.
+        ranks ([`Ranks`]): Who else serves the same prompts.
         args (`argparse.Namespace`): Options of the command.
     """
 
@@ -48,6 +46,7 @@ class Job:
         encoder: Encoder,
         settings: dict[str, Any],
         output: RecordFile,
+        ranks: Ranks,
         args: argparse.Namespace,
     ):
         self.model = model
@@ -55,36 +54,42 @@ class Job:
         self.encoder = encoder
         self.settings = settings
         self.output = output
+        self.ranks = ranks
         self.args = args
-        self.most_rows = args.batch_size  # fewer once memory has run out
         self.summary = Summary()
+        self._waiting: dict[int, str | int] = {}  # ids of prompts that the engine has, by their place among these
 
-    def run(self, prompts: list[Prompt]) -> None:
-        """Serve those prompts that have no record yet."""
-        start = time.perf_counter()
-        self.bar = tqdm(
+    def run(self, prompts: PromptFile) -> None:
+        """
+        Serve those prompts that have no record yet.
+
+        Raises:
+            `CommandError`: If the engine refuses a setting, before anything is written; or if memory runs out.
+        """
+        places = [place for place, name in enumerate(prompts.ids) if name not in self.output.done]
+        settings = self._settings(min(self.args.batch_size, len(places)))
+        self._start, self._had = time.perf_counter(), len(self.output.done)
+        self._bar = tqdm(
             total=len(prompts),
-            initial=len(self.output.done),
+            initial=self._had,
             unit="prompt",
-            disable=self.args.quiet,
+            disable=self.args.quiet or self.ranks.rank > 0,
             file=sys.stderr,
         )
         try:
-            with self.bar:
-                batches = batches_of(self._servable(prompts), self.args.batch_size, WINDOW)
-                for index, batch in enumerate(batches):
-                    # A batch is run again whole if any record is missing: its text may depend on all of its rows in
-                    # half precision, and its random draws do.
-                    if any(request.id not in self.output.done for request in batch):
-                        torch.manual_seed(random.Random(f"{self.args.seed}/{index}").getrandbits(63))
-                        for record in self._serve(batch):
-                            self._write(record)
+            with self._bar:
+                for number, answer in iterate_batch(self.model, self._requests(prompts, places), **settings):
+                    self._write(self._record(self._waiting.pop(number), answer))
         except KeyboardInterrupt:
             done = f"interrupted: {len(self.output.done)} of {len(prompts)} prompts have their record"
             tell(self.args, done + ("" if self.args.output == "-" else "; --resume goes on"))
             raise
-        seconds = time.perf_counter() - start
-        summary = self.summary
+        except torch.OutOfMemoryError as error:
+            message = str(error).splitlines()[0]
+            raise CommandError(
+                f"out of memory: {message} What is written stays, --resume goes on.", FAILURE
+            ) from error
+        summary, seconds = self.summary, time.perf_counter() - self._start
         tell(
             self.args,
             f"{summary.records} records, {summary.finish_reasons['error']} of them errors; "
@@ -92,82 +97,75 @@ class Job:
             f"{summary.mean_accepted or 1:.2f} tokens per row and step",
         )
 
-    def _servable(self, prompts: list[Prompt]) -> Iterator[Request]:
-        """Prompts as tokens. Those that cannot be served get their record here."""
-        limit = text_limit(self.model)
-        for prompt in prompts:
+    def _settings(self, batch_size: int) -> dict[str, Any]:
+        """Arguments of [`iterate_batch`], tried out on no prompts at all: what it refuses is refused here."""
+        capacity = self.settings["tetris_capacity"]
+        settings = {
+            **self.settings,
+            "tetris_capacity": batch_size if capacity is None else capacity,
+            "batch_size": batch_size,
+            "max_new_tokens": self.args.max_new_tokens,
+            "num_return_sequences": 1,
+            "seed": self.args.seed if self.args.do_sample else None,
+            "progress_bar": False,
+        }
+        if self.args.stop:
             try:
-                tokens = self.encoder(prompt)
-                if limit is not None and len(tokens) + self.args.max_new_tokens > limit:
-                    raise PromptError(
-                        f"the prompt has {len(tokens)} tokens, and with {self.args.max_new_tokens} new ones it would "
-                        f"exceed the {limit} of the model: shorten it, or lower --max-new-tokens"
-                    )
+                settings["stopping_criteria"] = [StopStringCriteria(self.tokenizer, self.args.stop)]
+            except ValueError as error:
+                raise CommandError(f"--stop cannot be used with this tokenizer: {error}.") from error
+        try:
+            list(iterate_batch(self.model, [], **settings))
+        except ValueError as error:
+            raise CommandError(
+                f"the target with its generation config, or its assistant, cannot serve a job: {error}"
+            ) from error
+        return settings
+
+    def _requests(self, prompts: PromptFile, places: list[int]) -> Iterator[dict[str, Any]]:
+        """Prompts as the engine takes them, each when it asks for one. What has no tokens gets its record here."""
+        number = 0
+        for place in self.ranks.take(places):
+            prompt = prompts[place]
+            try:
+                request: dict[str, Any] = {"input_ids": self.encoder(prompt)}
             except PromptError as error:
                 self._write(error_record(prompt.id, str(error)))
-            else:
-                yield Request(prompt.id, tokens)
+                continue
+            if self.args.do_sample:
+                # By the place in the file, not among what is served now: a resumed job has the draws of a whole one.
+                request["seed"] = (self.args.seed << 32) + place
+            self._waiting[number] = prompt.id
+            number += 1
+            yield request
 
-    def _serve(self, batch: list[Request]) -> list[Record]:
-        """Records of a batch, in halves as long as memory does not suffice."""
-        if len(batch) > self.most_rows:
-            parts = [batch[start : start + self.most_rows] for start in range(0, len(batch), self.most_rows)]
-            return [record for part in parts for record in self._serve(part)]
-        try:
-            return self._decode(batch)
-        except torch.OutOfMemoryError as error:
-            message = str(error).splitlines()[0]
-        # Outside of `except`, where the error would hold on to the frames, and they to the memory.
-        torch.cuda.empty_cache()
-        if len(batch) == 1:
-            return [error_record(batch[0].id, f"out of memory: {message}")]
-        self.most_rows = -(-len(batch) // 2)
-        return self._serve(batch)
-
-    def _decode(self, batch: list[Request]) -> list[Record]:
-        pad = self.model.generation_config.pad_token_id
-        inputs = left_padded([request.tokens for request in batch], pad, self.model.device)
-        capacity = self.settings["tetris_capacity"]
-        sizes = {"tetris_capacity": len(batch) if capacity is None else capacity, "return_dict_in_generate": True}
-        output = self.model.generate(**inputs, **{**self.settings, **sizes})
-        stats = output.tetris_stats
-        # Each token of a completion is the one that the prompt gave, an accepted draft, or a bonus.
-        lengths = (1 + stats.accepted.sum(1) + stats.bonus).tolist()
-        completions = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        drafted, verified, accepted = stats.drafted.tolist(), stats.verified.tolist(), stats.accepted.tolist()
-        bonus, steps = stats.bonus.tolist(), stats.live_steps.tolist()
-        records = []
-        for row, request in enumerate(batch):
-            tokens = completions[row][: lengths[row]]
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            counts = {"drafted": drafted[row], "verified": verified[row], "accepted": accepted[row]}
-            records.append(
-                {
-                    "id": request.id,
-                    "text": text,
-                    "finish_reason": self._finish_reason(tokens, text),
-                    "prompt_tokens": len(request.tokens),
-                    "completion_tokens": len(tokens),
-                    "token_ids": tokens,
-                    "counts": {**counts, "bonus": bonus[row], "steps": steps[row]},
-                }
-            )
-        return records
-
-    def _finish_reason(self, tokens: list[int], text: str) -> str:
-        ends = self.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        ended = len(tokens) < self.args.max_new_tokens or tokens[-1] in ends
-        return "stop" if ended or any(stop in text for stop in self.args.stop or ()) else "length"
+    def _record(self, name: str | int, answer: RequestOutput) -> Record:
+        if answer.error is not None:
+            return error_record(name, answer.error)
+        tokens = answer.generated_tokens
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        stopped = any(stop in text for stop in self.args.stop or ())  # perhaps with the last token that it may have
+        return {
+            "id": name,
+            "text": text,
+            "finish_reason": "stop" if stopped else answer.finish_reason,
+            "prompt_tokens": len(answer.prompt_ids),
+            "completion_tokens": len(tokens),
+            "token_ids": tokens,
+            "steps": answer.steps,
+            "verified": answer.verified,
+            "accepted": answer.accepted,
+        }
 
     def _write(self, record: Record) -> None:
-        if record["id"] in self.output.done:
-            return
         self.output.write(record)
         self.summary.add(record)
-        self.bar.update()
-        if self.summary.mean_accepted is not None:
-            self.bar.set_postfix_str(f"{self.summary.mean_accepted:.2f} tokens per row and step", refresh=False)
+        of_all = self.ranks.count(1)
+        self._bar.update(1 if self.ranks.world_size == 1 else self._had + of_all - self._bar.n)
+        speed = self.summary.completion_tokens / (time.perf_counter() - self._start)
+        self._bar.set_postfix_str(
+            f"{speed:.0f} tokens a second, {self.summary.mean_accepted or 1:.2f} per row and step", refresh=False
+        )
 
 
 def tell(args: argparse.Namespace, message: str) -> None:

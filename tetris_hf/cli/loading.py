@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ..generation import PromptLookupDrafter, enable
+from ..generation import PromptLookupDrafter
 from ..generation.model_support import rope_limit
 from ..models import LayerSkipAssistant, MedusaHeads, ShallowAssistant
 from .errors import CommandError
@@ -19,7 +19,7 @@ from .errors import CommandError
 
 def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, Tokenizer]:
     """
-    The target, whose `generate` knows `tetris_capacity`, and its tokenizer.
+    The target and its tokenizer.
 
     Args:
         args (`argparse.Namespace`): With the options of [`options.add_models`].
@@ -47,7 +47,6 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, Tokenizer]:
         # Never read as text: the attention mask marks it.
         known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         config.pad_token_id = next(token for token in known if token is not None)
-    enable(model)
     return model, tokenizer
 
 

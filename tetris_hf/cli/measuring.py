@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..generation import TetrisStats
-from .batching import left_padded
+from ..generation import TetrisStats, enable
 from .cost import OutcomeRecorder
+from .encoding import Encoder, read_template
 from .errors import FAILURE, CommandError, PromptError
 from .loading import load_drafter, load_target, text_limit
 from .options import sampling_settings
-from .prompts import Encoder, read_prompts, read_template
+from .prompts import PromptFile
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Contender:
     Attributes:
         name (`str`): For the report.
         settings (`dict`): Arguments of `generate`.
-        capacity (`int`, *optional*): C; `None` is plain `generate`.
+        capacity (`int` or `"auto"`, *optional*): C; `None` is plain `generate`.
         depth (`int`, *optional*): K.
         seconds (`list[float]`): Of each timed call.
         warm_up_seconds (`float`): Of the first call, in which layers are compiled and graphs captured.
@@ -42,7 +42,7 @@ class Contender:
 
     name: str
     settings: dict[str, Any]
-    capacity: int | None = None
+    capacity: int | str | None = None
     depth: int | None = None
     seconds: list[float] = field(default_factory=list)
     warm_up_seconds: float = 0.0
@@ -51,7 +51,8 @@ class Contender:
     @property
     def stats(self) -> TetrisStats:
         """Counts of the last call."""
-        return self.output.tetris_stats
+        stats: TetrisStats = self.output.tetris_stats
+        return stats
 
 
 class Bench:
@@ -65,16 +66,18 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         sampling = sampling_settings(args)
-        prompts = read_prompts(args.prompts, args.format, args.prompt_key)
         template = read_template(args.chat_template)
+        with PromptFile(args.prompts, args.format, args.prompt_key) as lines:
+            prompts, has_chats = list(lines), lines.has_chats
         self.model, tokenizer = load_target(args)
+        enable(self.model)
         self.drafter = load_drafter(args.assistant, self.model, args)
         heads = getattr(getattr(self.drafter, "config", None), "medusa_num_heads", None)
         self.depth = args.num_assistant_tokens or 4
         if heads is not None:
             self.depth = min(self.depth, heads)
         encoder = Encoder(tokenizer, args.chat, template)
-        encoder.check(prompts)
+        encoder.check(has_chats)
         tokens, limit = [], text_limit(self.model) or math.inf
         for prompt in prompts:
             try:
@@ -89,8 +92,8 @@ class Bench:
         self.inputs = left_padded(rows, self.model.generation_config.pad_token_id, self.model.device)
         self.settings = {**sampling, "max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}
 
-    def speculative(self, name: str, capacity: int, depth: int) -> Contender:
-        """Decoding with drafts."""
+    def speculative(self, name: str, capacity: int | str, depth: int | None) -> Contender:
+        """Decoding with drafts; a K of `None` is the engine's own."""
         settings = {"assistant_model": self.drafter, "tetris_capacity": capacity, "num_assistant_tokens": depth}
         return Contender(name, settings, capacity, depth)
 
@@ -132,3 +135,21 @@ class Bench:
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
+
+
+def left_padded(
+    prompts: list[list[int]], pad_token_id: int, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """
+    Args:
+        prompts (`list[list[int]]`): Tokens of N prompts.
+        pad_token_id (`int`): What stands before the shorter ones.
+        device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where the tensors go.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, `torch.LongTensor` of shape `(N, width)`.
+    """
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_token_id] * (width - len(tokens)) + tokens for tokens in prompts])  # (N, width)
+    mask = torch.tensor([[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in prompts])
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}

@@ -22,6 +22,22 @@ def not_negative(text: str) -> int:
     return number
 
 
+def capacity(text: str) -> int | str:
+    """C: an integer of at least 0, or `auto`."""
+    if text == "auto":
+        return text
+    if not text.lstrip("+-").isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, or `auto`, got {text!r}")
+    return not_negative(text)
+
+
+def seed(text: str) -> int:
+    """An integer of at least 0 that leaves room in 64 bits for the place of a prompt."""
+    if (number := not_negative(text)) >= 2**31:
+        raise argparse.ArgumentTypeError(f"must be below {2**31}, got {number}")
+    return number
+
+
 def above_zero(text: str) -> float:
     """A number above 0."""
     if not (number := float(text)) > 0:
@@ -109,7 +125,7 @@ def add_decoding(parser: argparse.ArgumentParser, batch_size: int, max_new_token
     group.add_argument("--temperature", type=above_zero, metavar="X", help="with --do-sample")
     group.add_argument("--top-p", type=share, metavar="X", help="with --do-sample")
     group.add_argument("--top-k", type=not_negative, metavar="N", help="with --do-sample; 0 for all tokens")
-    group.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of sampling (default: 0)")
+    group.add_argument("--seed", type=seed, default=0, metavar="N", help="of sampling (default: 0)")
 
 
 def add_debugging(parser: argparse.ArgumentParser) -> None:

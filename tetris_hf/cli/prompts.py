@@ -1,19 +1,24 @@
 """Prompts from a file or from standard input, one a line.
 
-Knows the formats and the tokenizer. Does not know models.
+Knows the formats. Does not know tokens or models.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from transformers import PreTrainedTokenizerBase
+from .errors import CommandError
 
-from .errors import CommandError, PromptError
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -32,139 +37,114 @@ class Prompt:
     error: str | None = None
 
 
-def read_prompts(source: str, format: str = "auto", key: str = "prompt") -> list[Prompt]:
+class PromptFile:
     """
-    Read all prompts. Lines that hold nothing are skipped; a line that cannot be read is a prompt with an error.
+    The prompts of a file, which may be larger than memory: it is read through once for their ids, and each prompt once
+    more when it is asked for. Lines that hold nothing are skipped; one that cannot be read is a prompt with an error.
 
     Args:
-        source (`str`): A file, or `-` for standard input.
+        source (`str`): A file, or `-` for standard input, which is put into a temporary file first.
         format (`str`, *optional*, defaults to `"auto"`): `"jsonl"`, `"text"`, or by the file's name or first line.
         key (`str`, *optional*, defaults to `"prompt"`): Where the text is in an object.
+
+    Attributes:
+        ids (`list[str | int]`): Of all prompts.
+        has_chats (`bool`): Whether some of them are chats.
 
     Raises:
         `CommandError`: If there is no such file, it holds no prompt, or two prompts have the same id.
     """
-    try:
-        content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-    except OSError as error:
-        raise CommandError(f"the prompts `{source}` cannot be read: {error.strerror}.") from error
-    lines = [(number, line.strip()) for number, line in enumerate(content.split(b"\n"), start=1)]
-    lines = [(number, line) for number, line in lines if line.removeprefix(b"\xef\xbb\xbf")]
-    if not lines:
-        raise CommandError(f"`{source}` holds no prompts: put one in each line.")
-    if format == "auto":
-        by_name = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}.get(Path(source).suffix)
-        format = by_name or ("jsonl" if lines[0][1].removeprefix(b"\xef\xbb\xbf").startswith(b"{") else "text")
-    prompts = [_prompt(number, line, format == "jsonl", key) for number, line in lines]
-    _check_ids(prompts, [number for number, _ in lines])
-    return prompts
 
-
-def read_template(file: str | None) -> str | None:
-    """
-    A chat template.
-
-    Args:
-        file (`str`, *optional*): A Jinja file.
-
-    Raises:
-        `CommandError`: If it cannot be read.
-    """
-    if file is None:
-        return None
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--chat-template {file} cannot be read: {error.strerror}.") from error
-
-
-def _prompt(number: int, line: bytes, is_json: bool, key: str) -> Prompt:
-    try:
-        text = line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return Prompt(number, error=f"line {number} is not UTF-8: {error.reason}")
-    if not is_json:
-        return Prompt(number, text)
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return Prompt(number, error=f"line {number} is not JSON: {error}")
-    if not isinstance(record, dict):
-        return Prompt(number, error=f"line {number} is not an object with `{key}` or `messages`")
-    name = record.get("id", number)
-    if isinstance(name, bool) or not isinstance(name, str | int):
-        return Prompt(number, error=f"`id` in line {number} must be a text or an integer, got {json.dumps(name)}")
-    if (key in record) == ("messages" in record):
-        return Prompt(name, error=f"the prompt needs either `{key}` or `messages`, it has {sorted(record)}")
-    if key in record:
-        if not isinstance(record[key], str):
-            return Prompt(name, error=f"`{key}` must be a text, got {json.dumps(record[key])[:80]}")
-        return Prompt(name, record[key])
-    messages = record["messages"]
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        return Prompt(name, error="`messages` must be a list of objects with `role` and `content`")
-    return Prompt(name, messages)
-
-
-def _check_ids(prompts: list[Prompt], numbers: list[int]) -> None:
-    seen: dict[str | int, int] = {}
-    for prompt, number in zip(prompts, numbers, strict=True):
-        if prompt.id in seen:
-            raise CommandError(
-                f"lines {seen[prompt.id]} and {number} both have the id {json.dumps(prompt.id)}: ids must differ, a "
-                "line without one is called by its number."
-            )
-        seen[prompt.id] = number
-
-
-class Encoder:
-    """
-    From prompts to token ids.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        chat (`bool`): Whether plain texts are sent through the chat template.
-        template (`str`, *optional*): A template in place of the tokenizer's own.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool, template: str | None = None):
-        self.tokenizer = tokenizer
-        self.chat = chat
-        self.template = template
-
-    def check(self, prompts: list[Prompt]) -> None:
-        """
-        Raises:
-            `CommandError`: If a template is needed and there is none.
-        """
-        wanted = self.chat or any(not isinstance(prompt.content, str) for prompt in prompts)
-        if wanted and self.template is None and self.tokenizer.chat_template is None:
-            raise CommandError("the tokenizer has no chat template: pass one with --chat-template FILE.")
-
-    def __call__(self, prompt: Prompt) -> list[int]:
-        """
-        Raises:
-            `PromptError`: If the prompt cannot be served.
-        """
-        if prompt.error is not None:
-            raise PromptError(prompt.error)
-        messages = prompt.content
-        if isinstance(messages, str):
-            if not messages:
-                raise PromptError("the prompt is empty")
-            if not self.chat:
-                return self._tokens(messages, add_special_tokens=True)
-            messages = [{"role": "user", "content": messages}]
+    def __init__(self, source: str, format: str = "auto", key: str = "prompt"):
+        self.ids: list[str | int] = []
+        self.has_chats = False
+        self._key = key
+        self._starts, self._numbers = array("q"), array("q")  # where lines begin, and their numbers
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template is a program: it may raise anything about messages it does not like
-            raise PromptError(f"the chat template refuses the messages: {error}") from error
-        return self._tokens(text, add_special_tokens=False)
+            self._file = _open(source)
+            self._index(source, format)
+        except OSError as error:
+            raise CommandError(f"the prompts `{source}` cannot be read: {error.strerror}.") from error
+        if not self.ids:
+            raise CommandError(f"`{source}` holds no prompts: put one in each line.")
 
-    def _tokens(self, text: str, add_special_tokens: bool) -> list[int]:
-        tokens = list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
-        if not tokens:
-            raise PromptError("the prompt is empty")
-        return tokens
+    def __enter__(self) -> PromptFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, place: int) -> Prompt:
+        self._file.seek(self._starts[place])
+        return self._prompt(self._numbers[place], self._file.readline().strip())
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[place] for place in range(len(self)))
+
+    def _index(self, source: str, format: str) -> None:
+        """Find out where prompts begin and what they are called."""
+        lines: dict[str | int, int] = {}
+        start = 0
+        for number, line in enumerate(self._file, start=1):
+            here, start = start, start + len(line)
+            if not (line := line.strip()).removeprefix(_BYTE_ORDER_MARK):
+                continue
+            if not self.ids:
+                by_name = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text"}.get(Path(source).suffix)
+                looks_like = "jsonl" if line.removeprefix(_BYTE_ORDER_MARK).startswith(b"{") else "text"
+                self._is_json = (format if format != "auto" else by_name or looks_like) == "jsonl"
+            prompt = self._prompt(number, line)
+            if prompt.id in lines:
+                raise CommandError(
+                    f"lines {lines[prompt.id]} and {number} both have the id {json.dumps(prompt.id)}: ids must "
+                    "differ, a line without one is called by its number."
+                )
+            lines[prompt.id] = number
+            self.ids.append(prompt.id)
+            self.has_chats |= not isinstance(prompt.content, str)
+            self._starts.append(here)
+            self._numbers.append(number)
+
+    def _prompt(self, number: int, line: bytes) -> Prompt:
+        """What a line says."""
+        try:
+            text = line.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            return Prompt(number, error=f"line {number} is not UTF-8: {error.reason}")
+        if not self._is_json:
+            return Prompt(number, text)
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return Prompt(number, error=f"line {number} is not JSON: {error}")
+        key = self._key
+        if not isinstance(record, dict):
+            return Prompt(number, error=f"line {number} is not an object with `{key}` or `messages`")
+        name = record.get("id", number)
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            return Prompt(number, error=f"`id` in line {number} must be a text or an integer, got {json.dumps(name)}")
+        if (key in record) == ("messages" in record):
+            return Prompt(name, error=f"the prompt needs either `{key}` or `messages`, it has {sorted(record)}")
+        if key in record:
+            if not isinstance(record[key], str):
+                return Prompt(name, error=f"`{key}` must be a text, got {json.dumps(record[key])[:80]}")
+            return Prompt(name, record[key])
+        messages = record["messages"]
+        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+            return Prompt(name, error="`messages` must be a list of objects with `role` and `content`")
+        return Prompt(name, messages)
+
+
+def _open(source: str) -> IO[bytes]:
+    """A file in which one can go back; what comes from a pipe is put into one that vanishes when it is closed."""
+    if source == "-":
+        pipe: IO[bytes] = sys.stdin.buffer
+    elif (pipe := open(source, "rb")).seekable():
+        return pipe
+    kept = tempfile.TemporaryFile()
+    shutil.copyfileobj(pipe, kept)
+    kept.seek(0)
+    return kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +16,9 @@ from .errors import FAILURE, CommandError
 
 
 Record = dict[str, Any]
+
+# What is counted for each completion: tokens, steps of its row, and draft tokens in these.
+COUNTS = ("prompt_tokens", "completion_tokens", "steps", "verified", "accepted")
 
 
 def error_record(prompt_id: str | int, message: str) -> Record:
@@ -46,8 +50,10 @@ class RecordFile:
             return
         file = Path(path)
         if resume and file.exists():
-            records, end = read_records(file)
-            self.done = {record["id"] for record in records}
+            end = 0
+            for record, its_end in each_record(file):
+                self.done.add(record["id"])
+                end = its_end
             if end < file.stat().st_size:
                 os.truncate(file, end)  # the last line is torn: its prompt is served again
         elif file.exists() and file.stat().st_size:
@@ -83,32 +89,42 @@ class RecordFile:
             self._file.close()
 
 
-def read_records(file: Path) -> tuple[list[Record], int]:
+def each_record(file: Path) -> Iterator[tuple[Record, int]]:
     """
-    Read what a job has written so far.
+    What a job has written so far, record by record: the file may be larger than memory.
 
     Args:
         file (`Path`): JSON lines.
 
     Returns:
-        `tuple[list[dict], int]`: The records, and where in the file the last whole one ends.
+        `Iterator[tuple[dict, int]]`: The records, and where in the file each ends. A torn last line is left out.
 
     Raises:
         `CommandError`: If a line that was written to its end is no record.
     """
     try:
-        content = file.read_bytes()
+        with open(file, "rb") as lines:
+            end = 0
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                end += len(line)
+                yield _record(line, number, file), end
     except OSError as error:
         raise CommandError(f"`{file}` cannot be read: {error.strerror}.") from error
-    *lines, _ = content.split(b"\n")  # what follows the last line break is torn, or nothing
-    records, end = [], 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or "finish_reason" not in record or "id" not in record:
-            raise CommandError(f"line {number} of `{file}` is no record of `tetris-hf generate`.", FAILURE)
-        records.append(record)
-        end += len(line) + 1
-    return records, end
+
+
+def read_records(file: Path) -> tuple[list[Record], int]:
+    """All of [`each_record`] at once: the records, and where in the file the last whole one ends."""
+    found = list(each_record(file))
+    return [record for record, _ in found], found[-1][1] if found else 0
+
+
+def _record(line: bytes, number: int, file: Path) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or "finish_reason" not in record or "id" not in record:
+        raise CommandError(f"line {number} of `{file}` is no record of `tetris-hf generate`.", FAILURE)
+    return record

@@ -1,4 +1,4 @@
-"""`tetris-hf stats`: what was drafted, verified and accepted in finished jobs."""
+"""`tetris-hf stats`: how finished jobs ended, and what was verified and accepted in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .options import add_debugging
-from .records import read_records
+from .records import each_record
 from .summary import Summary
 
 
@@ -17,8 +17,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "stats",
         help="sum up what `generate` wrote",
-        description="Sums up the records that `tetris-hf generate` wrote: how completions ended, the acceptance by "
-        "draft position, VSR (accepted / verified), TER ((accepted + bonus) / (verified + rows)) and tokens per step.",
+        description="Sums up the records that `tetris-hf generate` wrote: how completions ended, their tokens, VSR "
+        "(accepted / verified), TER ((accepted + bonus) / (verified + rows)) and tokens per row and step.",
     )
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORDS", help="files of JSON lines")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         `CommandError`: If a file cannot be read or holds something else. A torn last line is left out.
     """
-    summary = Summary.of(record for file in args.records for record in read_records(file)[0])
+    summary = Summary.of(record for file in args.records for record, _ in each_record(file))
     if args.json:
         print(json.dumps(summary.as_dict()))
         return
@@ -43,17 +43,14 @@ def run(args: argparse.Namespace) -> None:
         ("prompt tokens", f"{summary.prompt_tokens}"),
         ("completion tokens", f"{summary.completion_tokens}"),
         ("steps of all rows", f"{summary.steps}"),
+        ("draft tokens verified", f"{summary.verified}"),
+        ("draft tokens accepted", f"{summary.accepted}"),
         ("VSR, accepted / verified", _number(summary.vsr)),
         ("TER, (accepted + bonus) / (verified + rows)", _number(summary.ter)),
         ("mean tokens per row and step", _number(summary.mean_accepted)),
     ]
     for name, value in rows:
         print(f"{name:<46}{value}")
-    if summary.drafted:
-        print(f"\n{'draft position':>15} {'drafted':>10} {'verified':>10} {'accepted':>10} {'rate':>6}")
-        columns = zip(summary.drafted, summary.verified, summary.accepted, summary.acceptance, strict=True)
-        for place, (drafted, verified, accepted, rate) in enumerate(columns, start=1):
-            print(f"{place:>15} {drafted:>10} {verified:>10} {accepted:>10} {_number(rate):>6}")
 
 
 def _number(value: float | None) -> str:
