@@ -9,7 +9,7 @@ from test_step_graphs import DRAFTERS, RunsAgain, pretend_gpu
 
 import tetris_hf
 from tetris_hf import TetrisDecoding, generate_batch
-from tetris_hf.generation import auto_capacity
+from tetris_hf.generation import auto_capacity, batch_job
 from tetris_hf.generation.cost_table import CostTable
 
 
@@ -119,7 +119,8 @@ def test_a_catching_up_drafter_knows_the_whole_text(monkeypatch):
     assert out.tetris_stats.vsr == 1 and len(turns) > 4
 
 
-def test_jobs_choose_too(costs):
+def test_jobs_choose_too(costs, monkeypatch):
+    monkeypatch.setattr(batch_job, "FEEDS", (0, 8))
     costs(1.0, 0.01, 0.01)
     target = kit.tiny()
     inputs = [[3 + i, 4, 5 + i] for i in range(9)]

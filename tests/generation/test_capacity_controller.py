@@ -12,9 +12,9 @@ import torch
 from tetris_hf import Draft, Verification
 from tetris_hf.generation.capacity_controller import (
     CapacityController,
-    _best_sums,
-    _learn_rates,
+    best_sums,
     candidates,
+    learn_rates,
     promised,
 )
 from tetris_hf.generation.cost_table import CostTable
@@ -269,12 +269,12 @@ def test_state_stays_in_the_same_tensors():
     assert (controller.calibration.slope.data_ptr(), controller.calibration.shift.data_ptr()) == (slope, shift)
 
 
-def test_the_best_sums_are_those_of_a_sorted_list():
+def test_thebest_sums_are_those_of_a_sorted_list():
     generator = torch.Generator().manual_seed(2)
     settings = [(0, 0), (1, 1), (4, 1), (3, 2), (9, 3), (40, 4)]
     for rows in (1, 5, 8):
         scores = torch.rand(rows, 4, generator=generator).cumprod(1).round(decimals=1)  # ties
-        found = _best_sums(
+        found = best_sums(
             scores, *(torch.tensor(column) for column in ([k for _, k in settings], [c for c, _ in settings]))
         )
         for (capacity, depth), total in zip(settings, found.tolist(), strict=True):
@@ -289,7 +289,7 @@ def test_chances_of_places_are_means_over_rows_and_go_on_behind_the_deepest(dept
     scores = torch.rand(5, depth, generator=generator).cumprod(1)
     scores[3] = 0  # a row that has ended
     before = rates.tolist()
-    deep = _learn_rates(scores, rates, rated, memory)
+    deep = learn_rates(scores, rates, rated, memory)
     expected = []
     for place in range(depth):
         reached = sum(float(row[place]) for row in scores)

@@ -9,7 +9,8 @@ import pytest
 from huggingface_hub import constants
 
 from tetris_hf import AssistantDrafter, MixedDrafter, PromptLookupDrafter
-from tetris_hf.generation.cost_table import CostTable, _monotone, cost_key
+from tetris_hf.generation.cost_key import cost_key
+from tetris_hf.generation.cost_table import CostTable, _monotone
 
 
 N = 5

@@ -10,7 +10,7 @@ from test_step_graphs import DRAFTERS, pretend_gpu
 
 import tetris_hf
 from tetris_hf import TetrisDecoding, generate_batch, iterate_batch
-from tetris_hf.generation import decoding
+from tetris_hf.generation import batch_job, decoding
 from tetris_hf.generation.slot_pool import SlotPool
 
 
@@ -25,7 +25,8 @@ def alone(target, ids: list[int], **settings) -> list[int]:
 
 @pytest.fixture(params=["eager", "fixed shapes"])
 def shapes(request, monkeypatch):
-    """Both ways in which a step can run."""
+    """Both ways in which a step can run; prompts are fed in pieces that suit tiny ones."""
+    monkeypatch.setattr(batch_job, "FEEDS", (0, 8, 32))
     if request.param == "fixed shapes":
         pretend_gpu(monkeypatch)
     yield
@@ -113,8 +114,8 @@ def test_out_of_memory_loses_nothing(monkeypatch, shapes):
     expected = [alone(target, ids, max_new_tokens=6) for ids in short]
     calls.clear()
     target.get_input_embeddings().register_forward_pre_hook(scarce)
-    monkeypatch.setattr(tetris_hf.generation.batch_job, "PREFILL_TOKENS", 4)
-    monkeypatch.setattr(tetris_hf.generation.batch_job, "FEEDS", (0, 2))
+    monkeypatch.setattr(batch_job, "PREFILL_TOKENS", 4)
+    monkeypatch.setattr(batch_job, "FEEDS", (0, 2))
     outputs = generate_batch(target, short, batch_size=8, progress_bar=False, do_sample=False, max_new_tokens=6)
     assert [output.generated_tokens for output in outputs] == expected
 
@@ -125,7 +126,7 @@ def test_long_prompts_are_fed_beside_running_rows(monkeypatch, shapes, feeds):
     inputs = [[2 + (7 * i + j) % 60 for j in range(length)] for i, length in enumerate([3, 4, 1, 40, 25, 33, 1, 4])]
     new = [5, 30, 9, 12, 6, 9, 20, 3]
     given = [{"input_ids": ids, "max_new_tokens": many} for ids, many in zip(inputs, new, strict=True)]
-    monkeypatch.setattr(tetris_hf.generation.batch_job, "FEEDS", feeds)
+    monkeypatch.setattr(batch_job, "FEEDS", feeds)
     sizes = []
     expected = [alone(target, ids, max_new_tokens=many) for ids, many in zip(inputs, new, strict=True)]
     drafters = ((None, 0), (kit.near(target), 5), (DRAFTERS["heads"](target), 5))
@@ -143,6 +144,7 @@ def test_long_prompts_are_fed_beside_running_rows(monkeypatch, shapes, feeds):
 def test_rows_share_what_memory_there_is(monkeypatch, name, room):
     """Rows lie anywhere in a pool, wait until enough of it is free, and say what they say alone."""
     pretend_gpu(monkeypatch)
+    monkeypatch.setattr(batch_job, "FEEDS", (0, 8))
     monkeypatch.setattr(decoding, "room_for_tokens", lambda model: room)
     taken = []
     take = SlotPool.take

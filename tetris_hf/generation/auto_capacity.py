@@ -15,7 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from .capacity_controller import CapacityController, candidates
-from .cost_table import CostTable, cost_key
+from .cost_key import cost_key
+from .cost_table import CostTable
 
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from .calibration import AcceptanceCalibration
 from .cost_table import CostTable
 from .drafting import Verification
-from .fusing import fused
+from .expected_gains import best_sums, learn_gains, learn_rates, learn_trust
 
 
 # C / N, and the K worth trying with each: at most 16 settings with C = 0, since each may become a captured graph.
@@ -24,8 +24,6 @@ _EXPECTED, _HOPED = 0.7, 0.85
 _INTERVAL, _MARGIN = 16, 1.015
 # Windows that a setting stays at least, least steps of C = 0 between two trials, share of that time that one may cost.
 _DWELL, _WAIT, _TRIAL_SHARE = 2, 64, 0.008
-# How fast the rate of a place that is not drafted any more is forgotten, per step.
-_FORGET = 0.002
 
 
 class CapacityController:
@@ -150,10 +148,10 @@ class CapacityController:
         self.calibration.observe(verification)
         live, memory = going.sum(), self._memory
         accepted = torch.minimum(verification.num_accepted, verification.lengths)
-        deep = _learn_rates(scores, self._rates, self._rated, memory)  # (R, max_depth)
-        trust = _learn_trust(scores, verification.lengths, accepted, live, self._outcome, memory)
-        best = _best_sums(deep, self._depths, self._capacities)  # (S,)
-        _learn_gains(best, trust, live, self._capacities, self._depths, self.gains, self._steps, memory)
+        deep = learn_rates(scores, self._rates, self._rated, memory)  # (R, max_depth)
+        trust = learn_trust(scores, verification.lengths, accepted, live, self._outcome, memory)
+        best = best_sums(deep, self._depths, self._capacities)  # (S,)
+        learn_gains(best, trust, live, self._capacities, self._depths, self.gains, self._steps, memory)
 
     def decide(self, seconds_per_step: float | None = None, gains: torch.Tensor | None = None) -> tuple[int, int]:
         """
@@ -237,74 +235,3 @@ def promised(capacity: int, depth: int, num_rows: int, chance: float) -> float:
     """Accepted tokens per row and step if every draft token stands with the same chance."""
     share = capacity / num_rows
     return sum(chance**place * min(max(share - place + 1, 0.0), 1.0) for place in range(1, depth + 1))
-
-
-@fused
-def _learn_rates(scores: torch.Tensor, rates: torch.Tensor, rated: torch.Tensor, memory: float) -> torch.Tensor:
-    """
-    Follow the chance of each place given the one before, over all rows, and continue scores of shape `(R, K)` by it to
-    `(R, max_depth)`. A place that was never drafted is as good as the deepest that is; one that is not drafted now
-    moves with that one, and what set it apart is slowly forgotten. Rows keep the differences of their last place.
-    """
-    depth, max_depth = scores.shape[1], rates.shape[0]
-    before = torch.cat([(scores[:, :1] > 0).to(scores.dtype), scores[:, :-1]], 1)  # (R, K)
-    reached, tried = scores.sum(0), before.sum(0)  # (K,)
-    seen = (tried > 0).float()
-    weight = torch.maximum(1 / (rated[:depth] + 1), torch.full_like(tried, memory)) * seen
-    moved = rates[:depth] + weight * (reached / tried.clamp(min=1e-6) - rates[:depth])
-    ahead = (rates[depth:] * moved[-1] / rates[depth - 1].clamp(min=1e-3)).clamp(1e-3, 0.99)
-    ahead = torch.where(rated[depth:] > 0, ahead + _FORGET * (moved[-1] - ahead), moved[-1])
-    rates.copy_(torch.where(seen[0] > 0, torch.cat([moved, ahead]), rates))
-    rated[:depth] += seen
-    columns, own = [scores], scores[:, -1] / before[:, -1].clamp(min=1e-6)  # (R,)
-    for place in range(depth, max_depth):
-        last = columns[-1][:, -1]
-        share = rates[place] * last.sum() / (last * own).sum().clamp(min=1e-6)
-        columns.append((last * (own * share).clamp(max=1))[:, None])
-    return torch.cat(columns, 1)
-
-
-@fused
-def _learn_trust(
-    scores: torch.Tensor,
-    lengths: torch.Tensor,
-    accepted: torch.Tensor,
-    live: torch.Tensor,
-    outcome: torch.Tensor,
-    memory: float,
-) -> torch.Tensor:
-    """How much more stood lately of what was verified than its scores, of shape `(R, K)`, had promised: a factor."""
-    verified = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]  # (R, K)
-    now = torch.stack([accepted.sum().float(), (scores * verified).sum()])  # (2,)
-    outcome += (now - memory * outcome) * (live > 0)
-    # Two tokens as promised beforehand: a single row's luck says little.
-    return ((outcome[0] + 2) / (outcome[1] + 2)).clamp(0, 4)
-
-
-def _best_sums(scores: torch.Tensor, depths: torch.Tensor, capacities: torch.Tensor) -> torch.Tensor:
-    """Sum of the C largest scores at the first K places, for each setting: `(R, max_depth)` to `(S,)`, by one sort."""
-    number = torch.arange(scores.shape[1], device=scores.device)
-    shallow = scores * (number < number[:, None, None] + 1)  # (max_depth, R, max_depth)
-    ranked = shallow.flatten(1).sort(1, descending=True).values.cumsum(1)  # (max_depth, R * max_depth)
-    place = (capacities - 1).clamp(0, ranked.shape[1] - 1)
-    return ranked[(depths - 1).clamp(min=0), place] * (capacities > 0)
-
-
-@fused
-def _learn_gains(
-    best: torch.Tensor,
-    trust: torch.Tensor,
-    live: torch.Tensor,
-    capacities: torch.Tensor,
-    depths: torch.Tensor,
-    gains: torch.Tensor,
-    steps: torch.Tensor,
-    memory: float,
-) -> None:
-    """Follow what each setting would have gained per live row, of sums of shape `(S,)`."""
-    here = (live > 0).float()
-    rows = live.clamp(min=1)
-    most = torch.minimum(capacities / rows, depths.float())
-    weight = torch.maximum(1 / (steps + 1), torch.full_like(steps, memory)) * here
-    gains += weight * (torch.minimum(best * trust / rows, most) - gains)
-    steps += here

@@ -5,25 +5,19 @@ Knows seconds and packed sizes. Does not know what a step gains, nor how it is t
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from huggingface_hub import constants
-from torch import nn
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .drafting import Drafter
+from .cost_key import hashed
 
 
 logger = logging.get_logger(__name__)
@@ -177,61 +171,12 @@ class CostTable:
         return max(self._without, _on_line(self._sizes, self._verify, capacity) + depth * self.place_seconds)
 
 
-def cost_key(model: PreTrainedModel, drafter: Drafter | None, num_rows: int, mode: str) -> dict[str, Any]:
-    """
-    What a step's cost depends on, the same in every process.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        drafter ([`Drafter`], *optional*): Who drafts; known by classes and sizes.
-        num_rows (`int`): N.
-        mode (`str`): How steps run: eager, compiled, captured.
-
-    Returns:
-        `dict[str, Any]`: Of plain values, for [`CostTable.cached`].
-    """
-    device = model.device
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} {device.type}"
-    return {
-        "model": _known_by(model),
-        "drafter": _drafter_known_by(drafter),
-        "device": machine,
-        "threads": None if device.type == "cuda" else torch.get_num_threads(),
-        "dtype": str(model.dtype),
-        "num_rows": num_rows,
-        "mode": mode,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _known_by(module: nn.Module) -> list[Any]:
-    """Class, number of weights and a hash of the config, without what a call sets in it (a leading underscore)."""
-    config: Any = getattr(module, "config", None)
-    config = config.to_dict() if hasattr(config, "to_dict") else {}
-    plain = {name: value for name, value in config.items() if not name.startswith("_")}
-    text = json.dumps(plain, sort_keys=True, default=str)
-    return [type(module).__name__, sum(weight.numel() for weight in module.parameters()), _hash(text)]
-
-
-def _drafter_known_by(drafter: Drafter | None) -> list[Any] | None:
-    if drafter is None:
-        return None
-    modules = [value for name, value in vars(drafter).items() if isinstance(value, nn.Module) and name[0] != "_"]
-    parts = [_drafter_known_by(part) for part in getattr(drafter, "drafters", ())]
-    return [type(drafter).__name__, *map(_known_by, modules), *parts]
-
-
 def _text(key: Mapping[str, Any]) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
 def _path(key: Mapping[str, Any]) -> Path:
-    return Path(constants.HF_HOME) / "tetris_hf" / "costs" / f"{_hash(_text(key))}.json"
+    return Path(constants.HF_HOME) / "tetris_hf" / "costs" / f"{hashed(_text(key))}.json"
 
 
 def _bounded(error: float) -> float:

@@ -274,8 +274,8 @@ def _as_drafter(assistant: Any) -> Drafter | None:
     if isinstance(assistant, list | tuple):
         return MixedDrafter([drafter for one in assistant if (drafter := _as_drafter(one)) is not None])
     if hasattr(assistant, "as_drafter"):
-        drafter: Drafter = assistant.as_drafter()
-        return drafter
+        own: Drafter = assistant.as_drafter()
+        return own
     if not isinstance(assistant, PreTrainedModel):
         raise ValueError(
             f"`assistant_model` must be a causal LM or a `Drafter`, got {type(assistant).__name__}: load it with "

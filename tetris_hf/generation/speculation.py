@@ -28,6 +28,7 @@ from .stats import TetrisStats
 from .stopping import RowStopping
 from .streaming import RowStreamer, stream_new_tokens
 from .tensor_parallel import Lead
+from .verifier import Verifier
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Speculation:
     def __post_init__(self) -> None:
         self._begun = False
         self._lead = Lead(self.target.model)
+        self._verifier = Verifier(self.target, self.rows, self.processing)
         if self.capacity == 0:
             self.drafter = None
 
@@ -122,7 +124,7 @@ class Speculation:
                 self.drafter.begin(self.target.model, rows, scores.shape[1], self.processing.for_drafts())
             if self.depth > 0:
                 self.drafter.admit(rows, live)
-        p = self._distributions(scores, live, rows.length[live])
+        p = self._verifier.distributions(scores, live, rows.length[live])
         first = Accepted(tokens=(p if p.dim() == 1 else sample(p))[:, None], counts=torch.ones_like(live))
         self._lead(first.tokens)
         none = torch.zeros_like(live)
@@ -153,13 +155,14 @@ class Speculation:
             lengths = self.selectors(draft, self.capacity)  # (R,)
             self._lead(lengths)
         with self._stage("verify"):
-            output, p, scores, starts = self._verify(live, lengths, feed)  # (T, V)
+            verified = self._verifier(live, lengths, self.size(feed))  # scores (T, V)
         with self._stage("commit"):
-            accepted = rejection_sample(p, draft.q, draft.tokens, lengths, starts)
+            accepted = rejection_sample(verified.p, draft.q, draft.tokens, lengths, verified.starts)
             self._lead(accepted.tokens, accepted.counts)
-            verification = Verification(live, draft, lengths, accepted.counts - 1, output.hidden_states, starts)
-            kept = self._commit(accepted, verification, output, scores)
-            self.stats.count(live, draft.lengths, lengths, verification.num_accepted, kept)
+            num_accepted, states = accepted.counts - 1, verified.output.hidden_states
+            verification = Verification(live, draft, lengths, num_accepted, states, verified.starts)
+            kept = self._commit(accepted, verification, verified.output, verified.scores)
+            self.stats.count(live, draft.lengths, lengths, num_accepted, kept)
             self.selectors.observe(verification)
             if self.auto is not None:
                 self.auto.controller.observe(verification, going=kept > 0)
@@ -274,6 +277,7 @@ class Speculation:
         if self.captured is None:  # else the graphs hold equal ones
             self.processing, self.stopping = batch.processing, batch.stopping
         self.processing.rows = self.recorder.rows = self.rows
+        self._verifier.processing = self.processing
 
     def packed_models(self) -> list[PackedModel]:
         """The target's and those of the drafter."""
@@ -314,45 +318,6 @@ class Speculation:
         self.rows.write(live, draft.tokens, draft.lengths)
         return draft
 
-    def _verify(
-        self, live: torch.Tensor, lengths: torch.Tensor, feed: int
-    ) -> tuple[PackedOutput, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """
-        One target forward over each row's last committed token and its selected drafts, and over `feed` prompt tokens
-        of rows that wait; nothing else.
-
-        Returns:
-            `tuple[PackedOutput, torch.Tensor, torch.FloatTensor, torch.LongTensor]`: What the target said, prompt
-            tokens but the last ones left out; p, in packed order ([`rejection_sample`]); its processed scores,
-            `(T, V)`; and the packed index of each live row's first ones, `(R,)`.
-        """
-        rows = self.rows
-        last = rows.text_length(rows.everyone) - 1  # (N,)
-        first = last - rows.unfed
-        fed = rows.feed(feed) if feed > 0 else None
-        going = (lengths + 1).masked_fill(rows.finished[live] | (rows.unfed[live] > 0), 0)
-        counts = torch.zeros_like(rows.length).index_copy_(0, live, going)  # (N,)
-        num_tokens = rows.num_rows + min(self.capacity, rows.num_rows * self.depth)
-        verified = packing = self._packing(counts, last, num_tokens, self.depth + 1)
-        keep = None
-        if fed is not None:
-            packing = self._packing(counts + fed, first, num_tokens + feed, max(self.depth, feed) + 1)
-            owners = verified.rows.clamp(min=0)
-            keep = ((packing.starts + fed)[owners] + verified.offsets).clamp(max=packing.num_tokens - 1)
-        tokens = rows.read(packing.rows, packing.positions)
-        output = self.target.forward(tokens, packing, keep=keep, recurring=rows.fixed_shapes)
-        columns = rows.padding[verified.rows] + verified.positions + 1
-        # A row that takes no part may start behind the last token.
-        starts = verified.starts[live].clamp(max=verified.num_tokens - 1)
-        scores = self.processing(output.logits, verified.rows, columns)
-        return output, self._distributions(scores, verified.rows, columns), scores, starts
-
-    def _packing(self, counts: torch.Tensor, first: torch.Tensor, num_tokens: int, max_count: int) -> Packing:
-        """`counts` tokens of each row from position `first` on, in at most `num_tokens` and `max_count`."""
-        if self.rows.fixed_shapes:
-            return Packing.of(counts, first, num_tokens, max_count, self.target.cache.length)
-        return Packing.fitting(counts, first)
-
     def _commit(
         self, accepted: Accepted, verification: Verification, output: PackedOutput, scores: torch.Tensor
     ) -> torch.Tensor:
@@ -384,9 +349,3 @@ class Speculation:
             self._shown = until
         live, kept = live[kept > 0], kept[kept > 0]
         stream_new_tokens(self.streamer, rows, live, kept, settled)
-
-    def _distributions(self, scores: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """float32 `(T, V)` when sampling, else `(T,)`: the token at which each is one."""
-        if self.processing.do_sample:
-            return scores.softmax(-1)
-        return self.processing.with_noise(scores, rows, columns).argmax(-1)

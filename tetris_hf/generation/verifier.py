@@ -1,0 +1,91 @@
+"""The target's forward over what is to be judged, in packed order.
+
+Knows which tokens go into it and where their answers lie. Does not know who drafted them, or what becomes of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .captured_steps import StepSize
+from .packed_model import PackedModel, PackedOutput
+from .packing import Packing
+from .processing import LogitsProcessing
+from .rows import Rows
+
+
+@dataclass(frozen=True)
+class Verified:
+    """
+    What the target said.
+
+    Attributes:
+        output (`PackedOutput`): Of the tokens that were judged, in packed order, without prompt tokens but the last.
+        scores (`torch.FloatTensor` of shape `(T, V)`): Its processed scores.
+        p (`torch.Tensor`): Its distributions, as [`rejection_sample`] takes them.
+        starts (`torch.LongTensor` of shape `(R,)`): Packed index of each live row's first one.
+    """
+
+    output: PackedOutput
+    scores: torch.Tensor
+    p: torch.Tensor
+    starts: torch.Tensor
+
+
+class Verifier:
+    """
+    Runs the target over each row's last committed token and its selected drafts, and over prompt tokens of rows that
+    wait; nothing else.
+
+    Args:
+        target (`PackedModel`): The model and its cache.
+        rows (`Rows`): The batch.
+        processing (`LogitsProcessing`): From the target's logits to scores.
+    """
+
+    def __init__(self, target: PackedModel, rows: Rows, processing: LogitsProcessing):
+        self.target = target
+        self.rows = rows
+        self.processing = processing
+
+    def __call__(self, live: torch.Tensor, lengths: torch.Tensor, size: StepSize) -> Verified:
+        """
+        Args:
+            live (`torch.LongTensor` of shape `(R,)`): Live rows.
+            lengths (`torch.LongTensor` of shape `(R,)`): Draft tokens of each to verify, written behind its text.
+            size ([`StepSize`]): How many there are at most, and of the prompts.
+        """
+        rows = self.rows
+        last = rows.text_length(rows.everyone) - 1  # (N,)
+        first = last - rows.unfed
+        fed = rows.feed(size.feed) if size.feed > 0 else None
+        going = (lengths + 1).masked_fill(rows.finished[live] | (rows.unfed[live] > 0), 0)
+        counts = torch.zeros_like(rows.length).index_copy_(0, live, going)  # (N,)
+        num_tokens = rows.num_rows + min(size.capacity, rows.num_rows * size.depth)
+        judged = packing = self._packing(counts, last, num_tokens, size.depth + 1)
+        keep = None
+        if fed is not None:
+            packing = self._packing(counts + fed, first, num_tokens + size.feed, max(size.depth, size.feed) + 1)
+            owners = judged.rows.clamp(min=0)
+            keep = ((packing.starts + fed)[owners] + judged.offsets).clamp(max=packing.num_tokens - 1)
+        tokens = rows.read(packing.rows, packing.positions)
+        output = self.target.forward(tokens, packing, keep=keep, recurring=rows.fixed_shapes)
+        columns = rows.padding[judged.rows] + judged.positions + 1
+        scores = self.processing(output.logits, judged.rows, columns)
+        # A row that takes no part may start behind the last token.
+        starts = judged.starts[live].clamp(max=judged.num_tokens - 1)
+        return Verified(output, scores, self.distributions(scores, judged.rows, columns), starts)
+
+    def distributions(self, scores: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """float32 `(T, V)` when sampling, else `(T,)`: the token at which each is one."""
+        if self.processing.do_sample:
+            return scores.softmax(-1)
+        return self.processing.with_noise(scores, rows, columns).argmax(-1)
+
+    def _packing(self, counts: torch.Tensor, first: torch.Tensor, num_tokens: int, max_count: int) -> Packing:
+        """`counts` tokens of each row from position `first` on, in at most `num_tokens` and `max_count`."""
+        if self.rows.fixed_shapes:
+            return Packing.of(counts, first, num_tokens, max_count, self.target.cache.length)
+        return Packing.fitting(counts, first)
