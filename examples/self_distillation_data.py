@@ -84,7 +84,7 @@ def write_prompts(args: argparse.Namespace, writer: "Writer", tokenizer: Any) ->
     before, after = chat_frame(tokenizer)
 
     def encode(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []  # a tokenizer refuses none
 
     def decode(answers: list[list[int]]) -> list[str]:
         return [text.strip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]

@@ -71,3 +71,32 @@ def test_who_drafts_in_the_demo(target, monkeypatch):
         assert drafter(**given).config.num_hidden_layers == 1
     with pytest.raises(SystemExit, match="--drafter shallow was trained for the bundled model. Leave out --model."):
         drafter(model="other", drafter="shallow")
+
+
+@needs_datasets
+@pytest.mark.parametrize("num_written", [0, 1, 2, 3, 7])
+def test_any_number_of_prompts_can_be_written(num_written, monkeypatch):
+    """Also so few that no passage is asked for: a tokenizer takes no empty list."""
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    data = importlib.import_module("self_distillation_data")
+
+    class Words:
+        chat_template = None
+
+        def __call__(self, texts, add_special_tokens):
+            if not texts:
+                raise IndexError("list index out of range")
+            return {"input_ids": [[len(word) for word in text.split()] for text in texts]}
+
+        def batch_decode(self, answers, skip_special_tokens):
+            return [" ".join("a" * length for length in ids) for ids in answers]
+
+    class Echo:
+        def answer(self, prompts, what, temperatures=None):
+            return [(prompt, [3] * 30) for prompt in prompts]
+
+    args = argparse.Namespace(
+        seed=1, num_written=num_written, num_prompts=4, documentation=["datasets"], max_prompt_tokens=10_000
+    )
+    prompts = data.write_prompts(args, Echo(), Words())
+    assert len(prompts) >= 4 and all(prompts)
