@@ -61,7 +61,7 @@ class TetrisDecoding:
         seed (`int` or `Sequence[int]`, *optional*):
             When sampling, each row's text becomes a function of its prompt and its seed alone (one seed for all rows,
             from which each gets its own by its number, or one per row), with drafts or without, in any batch
-            ([`gumbel_noise`]). By default draws come from torch's generator, and more drafts are accepted.
+            ([`gumbel_noise`]). By default draws come from torch's generator.
 
     Raises:
         `ValueError`: If an argument is out of range, or the assistant is neither a causal LM nor a [`Drafter`].
