@@ -309,11 +309,15 @@ def test_what_cannot_be_served_is_an_error_record(folder, texts, expected, tmp_p
         b"\xff\xfe",
         b'{"prompt": "' + b"w3 " * 128 + b'"}',
         b'{"prompt": "' + b"w3 " * 117 + b'", "id": "long"}',
+        b'{"prompt": "w2", "max_new_tokens": 0, "id": "none"}',
+        b'{"prompt": "w2", "max_new_tokens": true, "id": "no number"}',
     ]
     file.write_bytes(b"\n".join(lines))
     assert main(arguments(folder, file, "--output", out, "--assistant", "lookup")) == 0
     records = {record["id"]: record for record in records_of(out)}
-    assert records.keys() == {"good", "neither", "long", *range(2, 14)} - {6} and len(records) == len(lines)
+    assert records.keys() == {"good", "neither", "long", "none", "no number", *range(2, 14)} - {6} and len(
+        records
+    ) == len(lines)
     assert records.pop("good")["token_ids"] == expected[0]
     # Its completion ends where the context does.
     assert (long := records.pop("long"))["completion_tokens"] == 128 - 117 and long["finish_reason"] == "length"
@@ -324,6 +328,20 @@ def test_what_cannot_be_served_is_an_error_record(folder, texts, expected, tmp_p
     assert "list of objects" in said[8] and "no system" in said[9] and "`id` in line 10" in said[10]
     assert "not an object" in said[11] and "not UTF-8" in said[12]
     assert "128 tokens, and the context of the model 128: shorten it" in said[13]
+    assert "at least 1, got 0" in said["none"] and "at least 1, got true" in said["no number"]
+
+
+def test_a_line_may_have_a_limit_of_its_own(folder, texts, expected, tmp_path):
+    limits = [1, None, 3, NEW + 2, None, 2]
+    lines = [{"prompt": text, "max_new_tokens": limit} for text, limit in zip(texts, limits, strict=False)]
+    file, out = tmp_path / "limits.jsonl", tmp_path / "out.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert main(arguments(folder, file, "--assistant", "lookup", "--output", out)) == 0
+    for record in records_of(out):
+        place = record["id"] - 1
+        tokens = record["token_ids"]
+        assert len(tokens) == (limits[place] or NEW) and record["finish_reason"] == "length"
+        assert tokens[:NEW] == expected[place][: len(tokens)]
 
 
 @pytest.mark.parametrize(

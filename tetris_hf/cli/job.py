@@ -132,6 +132,8 @@ class Job:
             except PromptError as error:
                 self._write(error_record(prompt.id, str(error)))
                 continue
+            if prompt.max_new_tokens is not None:
+                request["max_new_tokens"] = prompt.max_new_tokens
             if self.args.do_sample:
                 # By the place in the file, not among what is served now: a resumed job has the draws of a whole one.
                 request["seed"] = (self.args.seed << 32) + place

@@ -30,11 +30,13 @@ class Prompt:
         id (`str` or `int`): Given in the line, else the number of the line, counted from 1.
         content (`str` or `list[dict]`): A text, or the messages of a chat.
         error (`str`, *optional*): Why it cannot be served, if that is seen from the line alone.
+        max_new_tokens (`int`, *optional*): Of its completion, where the line says so.
     """
 
     id: str | int
     content: str | list[dict[str, Any]] = ""
     error: str | None = None
+    max_new_tokens: int | None = None
 
 
 class PromptFile:
@@ -128,14 +130,17 @@ class PromptFile:
             return Prompt(number, error=f"`id` in line {number} must be a text or an integer, got {json.dumps(name)}")
         if (key in record) == ("messages" in record):
             return Prompt(name, error=f"the prompt needs either `{key}` or `messages`, it has {sorted(record)}")
+        new = record.get("max_new_tokens")
+        if new is not None and (isinstance(new, bool) or not isinstance(new, int) or new < 1):
+            return Prompt(name, error=f"`max_new_tokens` must be an integer of at least 1, got {json.dumps(new)}")
         if key in record:
             if not isinstance(record[key], str):
                 return Prompt(name, error=f"`{key}` must be a text, got {json.dumps(record[key])[:80]}")
-            return Prompt(name, record[key])
+            return Prompt(name, record[key], max_new_tokens=new)
         messages = record["messages"]
         if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
             return Prompt(name, error="`messages` must be a list of objects with `role` and `content`")
-        return Prompt(name, messages)
+        return Prompt(name, messages, max_new_tokens=new)
 
 
 def _open(source: str) -> IO[bytes]:
