@@ -139,6 +139,15 @@ def test_long_prompts_are_fed_beside_running_rows(monkeypatch, shapes, feeds):
         assert max(size for size in sizes if size != 8) <= 3 + capacity + feeds[-1]
 
 
+def test_an_assistant_reads_each_prompt_once(shapes):
+    """Also where nothing else runs and a prompt is computed at once, in a row that served another before."""
+    target = kit.tiny()
+    near, inputs = kit.near(target), [[3] * 11, [4] * 17, [5] * 23]
+    with kit.counted_tokens(near) as tokens:
+        generate_batch(target, inputs, near, 2, 1, 2, progress_bar=False, do_sample=False, max_new_tokens=4)
+    assert [number for number in tokens if number > 10] == [11, 17, 23]
+
+
 @pytest.mark.parametrize("name", ["near", "heads"])
 @pytest.mark.parametrize("room", [256, 520, 10**6])
 def test_rows_share_what_memory_there_is(monkeypatch, name, room):

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ..generation import PromptLookupDrafter
-from ..generation.model_support import rope_limit
 from ..models import LayerSkipAssistant, MedusaHeads, ShallowAssistant
 from .errors import CommandError
 
@@ -99,10 +98,3 @@ def layers_named(text: str) -> list[int]:
         first, last = int(found[1]), int(found[2] or found[1])
         layers.extend(range(first, last + 1))
     return layers
-
-
-def text_limit(model: PreTrainedModel) -> int | None:
-    """Tokens that a prompt and its completion may have together; `None` if the model does not say."""
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    known = [limit for limit in (longest, rope_limit(model)) if limit is not None]
-    return min(known, default=None)

@@ -17,10 +17,11 @@ import torch
 from tqdm import tqdm
 
 from ..generation import TetrisStats, enable
+from ..generation.model_support import text_limit
 from .cost import OutcomeRecorder
 from .encoding import Encoder, read_template
 from .errors import FAILURE, CommandError, PromptError
-from .loading import load_drafter, load_target, text_limit
+from .loading import load_drafter, load_target
 from .options import sampling_settings
 from .prompts import PromptFile
 

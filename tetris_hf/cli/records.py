@@ -114,12 +114,6 @@ def each_record(file: Path) -> Iterator[tuple[Record, int]]:
         raise CommandError(f"`{file}` cannot be read: {error.strerror}.") from error
 
 
-def read_records(file: Path) -> tuple[list[Record], int]:
-    """All of [`each_record`] at once: the records, and where in the file the last whole one ends."""
-    found = list(each_record(file))
-    return [record for record, _ in found], found[-1][1] if found else 0
-
-
 def _record(line: bytes, number: int, file: Path) -> Record:
     try:
         record = json.loads(line)

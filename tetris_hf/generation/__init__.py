@@ -4,13 +4,13 @@ from .assistant_drafter import AssistantDrafter
 from .calibration import AcceptanceCalibration
 from .decoding import TetrisDecoding
 from .drafting import Draft, Drafter, Verification
-from .ended_rows import RequestOutput
 from .generate import disable, enable, generate
 from .generate_batch import generate_batch, iterate_batch
 from .mixed_drafter import MixedDrafter
 from .oracle_selector import OracleSelector
 from .outputs import TetrisDecoderOnlyOutput
 from .prompt_lookup_drafter import PromptLookupDrafter
+from .request import RequestOutput
 from .selection import DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
 from .selectors import ConfidenceThresholdSelector, DynamicWindowSelector, EntropySelector, UnionSelector
 from .staircase import Staircase

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from .drafting import Draft, Drafter, Verification, entropy
 from .fingerprint import of_model
 from .fusing import fused
-from .model_support import check_model, check_vocabularies, rope_limit
+from .model_support import check_model, check_vocabularies, text_limit
 from .packed_model import PackedModel
 from .packing import Packing
 from .processing import LogitsProcessing
@@ -60,11 +60,8 @@ class AssistantDrafter(Drafter):
         check_vocabularies(target, self.model)
 
     def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:
-        limits = (
-            getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
-            rope_limit(self.model),
-        )
-        self._context = min([rows.width, *(limit for limit in limits if limit is not None)])
+        limit = text_limit(self.model)
+        self._context = rows.width if limit is None else min(rows.width, limit)
         self._processing = processing
         self._vocab_size = vocab_size
         self._num_embeddings = self.model.get_input_embeddings().weight.shape[0]

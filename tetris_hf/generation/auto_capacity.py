@@ -15,12 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from .capacity_controller import CapacityController, candidates
+from .captured_steps import StepSize
 from .cost_key import cost_key
 from .cost_table import CostTable
+from .cuda_graph import drawing_none
 
 
 if TYPE_CHECKING:
-    from .captured_steps import StepSize
     from .speculation import Speculation
 
 MAX_DEPTH = 6
@@ -72,8 +73,7 @@ class AutoCapacity:
         mode = "eager" if speculation.captured is None else "captured"
         mode += ", compiled" if speculation.compiles else ""
         key = cost_key(speculation.target.model, drafter, speculation.rows.num_rows, mode)
-        device = speculation.rows.length.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with drawing_none(speculation.rows.length.device):
             num_rows, max_depth = speculation.rows.num_rows, self.controller.max_depth
             captured = speculation.captured is not None
             settings = self.controller.settings if captured else CostTable.settings_to_time(num_rows, max_depth)
@@ -130,7 +130,7 @@ class _StepTimer:
         vocabulary = speculation.target.model.get_input_embeddings().weight.shape[0]
         text = torch.randint(vocabulary, (rows.num_rows, width), device=device)
         seconds = []
-        with speculation.sized(self._size(capacity, depth)):
+        with speculation.sized(StepSize(capacity, depth)):
             speculation.begin_again(text)
             for step in range(_SETTLING + _TIMED):
                 start = self._now(device)
@@ -140,9 +140,6 @@ class _StepTimer:
                 if bool(rows.finished.all()):
                     speculation.begin_again(text)
         return statistics.median(seconds)
-
-    def _size(self, capacity: int, depth: int) -> StepSize:
-        return self.speculation.size()._replace(capacity=capacity, depth=depth)
 
     @staticmethod
     def _now(device: torch.device) -> float:

@@ -16,9 +16,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from .decoding import TetrisDecoding
-from .ended_rows import EndedRows, Request, RequestOutput
-from .model_support import check_length
+from .ended_rows import EndedRows
 from .packed_model import input_device
+from .request import Request, RequestOutput
 from .slot_pool import SlotPool
 from .speculation import Speculation
 from .stopping import RowStopping
@@ -196,44 +196,5 @@ class BatchJob:
         if self._pool is not None:
             slots = [(self._slots[row], self._pool.size(request.max_length)) for row, request in chosen]
             speculation.target.cache.assign(live, *torch.tensor(slots).to(live.device).unbind(1))
-        speculation.admit(live, prompts, lengths, limits, seeds)
-        if alone:
-            speculation.prefill(live)
-            return 0
-        return sum(length - 1 for _, length, _, _ in fields)
-
-
-def as_request(
-    given: Any, order: int, generation_config: GenerationConfig, model: PreTrainedModel, vocab_size: int
-) -> Request:
-    """
-    Args:
-        given (`list[int]`, `torch.Tensor` or `dict`): Token ids, or a mapping with `input_ids` and perhaps
-            `max_new_tokens`, `request_id` and `seed`. An answer ends where the model's context does.
-        order (`int`): Its place in the input.
-        generation_config (`GenerationConfig`): Says how long answers are where the request does not.
-        model (`PreTrainedModel`): The target.
-        vocab_size (`int`): Token ids must be below.
-
-    Raises:
-        `ValueError`: If it cannot be served.
-    """
-    fields = given if isinstance(given, dict) else {"input_ids": given}
-    ids = torch.as_tensor(fields["input_ids"])
-    if ids.dim() != 1 or len(ids) == 0 or ids.is_floating_point():
-        raise ValueError(
-            f"`input_ids` must be a list of token ids, got shape {tuple(ids.shape)}: is the prompt empty?"
-        )
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ValueError(f"`input_ids` must be in [0, {vocab_size - 1}], got {int(ids.min())} to {int(ids.max())}.")
-    new = fields.get("max_new_tokens", generation_config.max_new_tokens)
-    max_length = len(ids) + int(new) if new is not None else int(generation_config.max_length)
-    if max_length <= len(ids):
-        raise ValueError(f"`max_new_tokens` must be at least 1, got {max_length - len(ids)}.")
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if context is not None and len(ids) >= context:
-        raise ValueError(f"The prompt has {len(ids)} tokens, and the context of the model {context}: shorten it.")
-    max_length = min(max_length, context or max_length)
-    check_length(model, max_length)
-    own_seed = None if fields.get("seed") is None else int(fields["seed"])
-    return Request(str(fields.get("request_id", order)), order, ids.tolist(), max_length, own_seed)
+        speculation.admit(live, prompts, lengths, limits, seeds, at_once=alone)
+        return 0 if alone else sum(length - 1 for _, length, _, _ in fields)

@@ -51,11 +51,10 @@ class CapturedSteps:
 
     def __init__(self, speculation: Speculation, sizes: list[StepSize]):
         self.speculation = speculation
-        self.graphs: dict[StepSize, CudaGraph[None]] = {}
+        self.graphs: dict[StepSize, CudaGraph[torch.Tensor]] = {}
         self._clocks: dict[StepSize, StageClock] = {}
         self._work: dict[StepSize, list[tuple[PackedModel, int, int]]] = {}
-        device = speculation.rows.tokens.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), fusing(speculation.compiles):
+        with fusing(speculation.compiles):
             # The deepest first: what a drafter learns by place has its final shape then.
             for size in sorted(sizes, key=lambda size: -size.depth):
                 self._capture(size)
@@ -66,15 +65,12 @@ class CapturedSteps:
         before = [(packed.num_forwards, packed.num_tokens) for packed in models]
         self._clocks[size] = speculation.clock = StageClock()
         with speculation.sized(size):
-            self.graphs[size] = CudaGraph(lambda: self._step(size))
+            self.graphs[size] = CudaGraph(lambda: speculation.step(speculation.rows.everyone, size.feed))
         runs = CudaGraph.RUNS
         self._work[size] = [
             (packed, (packed.num_forwards - forwards) // runs, (packed.num_tokens - tokens) // runs)
             for packed, (forwards, tokens) in zip(models, before, strict=True)
         ]
-
-    def _step(self, size: StepSize) -> None:
-        self.speculation.step(self.speculation.rows.everyone, size.feed)
 
     def replay(self, size: StepSize) -> None:
         """One step."""

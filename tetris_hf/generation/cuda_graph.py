@@ -31,6 +31,13 @@ def on_one_gpu(device: torch.device, *modules: nn.Module) -> bool:
     return device.type == "cuda" and all(tensor.device == device for tensor in tensors)
 
 
+@contextmanager
+def drawing_none(device: torch.device) -> Iterator[None]:
+    """Within this context, random draws are of its own: afterwards, those of the user go on as if it had not been."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of all captures: cuBLAS keeps a workspace for every stream that it has seen."""

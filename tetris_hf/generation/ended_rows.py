@@ -8,55 +8,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 
 from .cuda_graph import LateCopies
+from .request import Request, RequestOutput
 from .speculation import Speculation
-
-
-@dataclass
-class RequestOutput:
-    """
-    What became of one prompt. Fields that stock `generate_batch` has bear its names.
-
-    Attributes:
-        request_id (`str`): As given, else the place of the prompt in the input, and of the answer among its answers.
-        prompt_ids (`list[int]`): The prompt.
-        generated_tokens (`list[int]`): The answer, its end token included.
-        finish_reason (`str`): `"stop"` (an end token or a stopping criterion), `"length"` or `"error"`.
-        error (`str`, *optional*): Why the prompt could not be served.
-        steps (`int`): Steps that its row took part in.
-        verified (`int`): Draft tokens verified.
-        accepted (`int`): Draft tokens that became text.
-        lifespan (`tuple[float, float]`): `time.perf_counter()` when it got its row, and when its end was seen.
-    """
-
-    request_id: str
-    prompt_ids: list[int]
-    generated_tokens: list[int] = field(default_factory=list)
-    finish_reason: str = "error"
-    error: str | None = None
-    steps: int = 0
-    verified: int = 0
-    accepted: int = 0
-    lifespan: tuple[float, float] = (-1.0, -1.0)
-
-    def is_finished(self) -> bool:
-        """Always: requests are handed out when they have ended."""
-        return True
-
-
-@dataclass
-class Request:
-    """A prompt, its name, where its answer belongs, the columns at which it ends, and the seed of its draws."""
-
-    request_id: str
-    order: int
-    prompt_ids: list[int]
-    max_length: int
-    seed: int | None = None
 
 
 class EndedRows:
@@ -114,23 +71,21 @@ class EndedRows:
             rest (`bool`, *optional*, defaults to `False`): Whether to wait for all that is on its way.
         """
         while (texts := self._texts.get(rest)) is not None:
-            for (request, lifespan), (length, *counts, tokens) in zip(
-                self._requests.popleft(), ([*row[:4], row[4:]] for row in texts.tolist()), strict=True
+            for (request, lifespan), (length, steps, verified, accepted, *columns) in zip(
+                self._requests.popleft(), texts.tolist(), strict=True
             ):
-                yield request, self._output(request, tokens[:length], counts, lifespan)
-
-    def _output(
-        self, request: Request, tokens: list[int], counts: list[int], lifespan: tuple[float, float]
-    ) -> RequestOutput:
-        steps, verified, accepted = counts
-        stopped = len(tokens) < request.max_length or tokens[-1] in self._ends
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt_ids=request.prompt_ids,
-            generated_tokens=tokens[len(request.prompt_ids) :],
-            finish_reason="stop" if stopped else "length",
-            steps=steps,
-            verified=verified,
-            accepted=accepted,
-            lifespan=lifespan,
-        )
+                tokens = columns[:length]
+                stopped = length < request.max_length or tokens[-1] in self._ends
+                yield (
+                    request,
+                    RequestOutput(
+                        request_id=request.request_id,
+                        prompt_ids=request.prompt_ids,
+                        generated_tokens=tokens[len(request.prompt_ids) :],
+                        finish_reason="stop" if stopped else "length",
+                        steps=steps,
+                        verified=verified,
+                        accepted=accepted,
+                        lifespan=lifespan,
+                    ),
+                )

@@ -13,10 +13,10 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from .batch_job import BatchJob, as_request
+from .batch_job import BatchJob
 from .decoding import TetrisDecoding
-from .ended_rows import Request, RequestOutput
 from .packed_model import input_device
+from .request import Request, RequestOutput, as_request
 from .seeded_noise import row_seeds
 from .validation import check_count
 
@@ -126,6 +126,11 @@ def iterate_batch(
                 order = place * copies + copy
                 yield replace(request, order=order, seed=_seed(seed, request, order, copy))
 
+    def failures() -> Iterator[tuple[int, RequestOutput]]:
+        while refused:
+            bar.update()
+            yield refused.pop(0)
+
     total = len(inputs) * copies if isinstance(inputs, Sized) else None
     with tqdm(total=total, unit="request", disable=not progress_bar) as bar:
         tokens = accepted = verified = 0
@@ -137,12 +142,8 @@ def iterate_batch(
             shown = {"tokens": tokens, "tok/s": f"{speed:.0f}", "accepted": f"{accepted / max(1, verified):.2f}"}
             bar.set_postfix(shown, refresh=False)
             yield request.order, output
-            while refused:
-                bar.update()
-                yield refused.pop(0)
-        while refused:
-            bar.update()
-            yield refused.pop(0)
+            yield from failures()
+        yield from failures()
 
 
 def _seed(seed: int | None, request: Request, order: int, copy: int) -> int:

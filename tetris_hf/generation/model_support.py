@@ -86,6 +86,13 @@ def rope_limit(model: PreTrainedModel) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def text_limit(model: PreTrainedModel) -> int | None:
+    """Tokens that a prompt and its completion may have together; `None` if the model does not say."""
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    known = [limit for limit in (longest, rope_limit(model)) if limit is not None]
+    return min(known, default=None)
+
+
 def check_length(model: PreTrainedModel, max_text_length: int) -> None:
     """
     Args:

@@ -14,7 +14,7 @@ import torch
 
 from .auto_capacity import AutoCapacity
 from .captured_steps import CapturedSteps, StepSize
-from .cuda_graph import StageClock
+from .cuda_graph import StageClock, drawing_none
 from .drafting import Draft, Drafter, Verification
 from .fingerprint import of_object
 from .outputs import OutputRecorder
@@ -175,11 +175,17 @@ class Speculation:
         lengths: torch.Tensor,
         max_length: torch.Tensor,
         seeds: torch.Tensor,
+        at_once: bool,
     ) -> None:
-        """Put new prompts into the ended rows `live`, as [`Rows.admit`] does. Steps with a feed compute them."""
+        """
+        Put new prompts into the ended rows `live`, as [`Rows.admit`] does; they are computed `at_once`, or by and by
+        in steps with a feed, which other rows must have begun.
+        """
         self.rows.admit(live, prompts, lengths, max_length, seeds)
         self.stats.forget(live)
-        if self._begun and self.drafter is not None and self.depth > 0:
+        if at_once:
+            self.prefill(live)
+        elif self.drafter is not None and self.depth > 0:
             self.drafter.admit(self.rows, live)
 
     def begin(self) -> None:
@@ -238,8 +244,8 @@ class Speculation:
         Raises:
             [`CannotCapture`]: If some part of a step waits for the device.
         """
-        rows, device = self.rows, self.rows.tokens.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        rows = self.rows
+        with drawing_none(rows.tokens.device):
             self.begin_again(rows.tokens.new_full((rows.num_rows, 1), rows.pad_token_id))
             rows.finished.fill_(True)
             self.captured = CapturedSteps(self, self.sizes())
