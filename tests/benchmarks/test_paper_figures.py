@@ -3,34 +3,16 @@
 import importlib
 import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SETS = ("qa", "sonnet", "conversation", "math_reasoning")
 NEW, DEPTH = 25, 6
-NAMES = (
-    "accepted_tokens", "batch_sizes", "bias", "comparison", "costs", "extra_tokens", "methods", "prompt_sets",
-    "replay", "report", "throughput", "traces", "trials",
-)  # fmt: skip
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="figures are drawn by matplotlib"
 )
-
-
-@pytest.fixture(scope="module")
-def paper():
-    """Modules of the benchmark by name. The scripts' folders are put on the path as the scripts themselves do."""
-    if importlib.util.find_spec("gguf") is None:
-        pytest.skip("the demo's loader reads GGUF")
-    before = list(sys.path)
-    sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "examples")]
-    yield {name: importlib.import_module(f"paper.{name}") for name in NAMES}
-    sys.path[:] = before
 
 
 @pytest.fixture(scope="module")

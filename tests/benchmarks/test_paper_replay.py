@@ -2,10 +2,6 @@
 
 import copy
 import heapq
-import importlib
-import importlib.util
-import sys
-from pathlib import Path
 
 import kit
 import pytest
@@ -14,7 +10,6 @@ import torch
 import tetris_hf
 
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LENGTHS = (3, 7, 12, 5, 9)
 NEW, DEPTH = 30, 5
 
@@ -25,18 +20,6 @@ SELECTORS = {
     "dynamic": lambda: tetris_hf.DynamicWindowSelector(0.02),
     "list": lambda: [tetris_hf.ConfidenceThresholdSelector(0.2), tetris_hf.TetrisSelector()],
 }
-
-
-@pytest.fixture(scope="module")
-def paper():
-    """Modules of the benchmark by name. The scripts' folders are put on the path as the scripts themselves do."""
-    if importlib.util.find_spec("gguf") is None:
-        pytest.skip("the demo's loader reads GGUF")
-    before = list(sys.path)
-    sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "examples")]
-    names = ("record", "replay", "traces", "methods", "trials", "costs")
-    yield {name: importlib.import_module(f"paper.{name}") for name in names}
-    sys.path[:] = before
 
 
 @pytest.fixture(scope="module")
