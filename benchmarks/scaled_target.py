@@ -115,7 +115,8 @@ def scale_heads(heads: MedusaHeads, hidden_size: int, seed: int = 0) -> MedusaHe
     Medusa heads for a scaled target: the same logits through its output embeddings.
 
     A block `x + SiLU(W x + b)` adds SiLU(0) = 0 where rows of W and b are zero, so the dimensions that the target
-    keeps at zero stay there.
+    keeps at zero stay there. The embedding of the next token is scaled to a mean square of 1 over more dimensions,
+    which its weights make good.
 
     Args:
         heads ([`MedusaHeads`]): Heads of the small target, not changed.
@@ -142,9 +143,15 @@ def scale_heads(heads: MedusaHeads, hidden_size: int, seed: int = 0) -> MedusaHe
     generator = torch.Generator(device=heads.device).manual_seed(seed)
     h = small.hidden_size
     with torch.no_grad():
-        rows = wide.weight[:, :, :h]  # (layers, heads, h, H)
-        rows.normal_(std=h**-0.5, generator=generator)
-        rows[..., :h] = heads.weight
+        rms = (h / hidden_size) ** 0.5
+        for weight, small_weight, scale in (
+            (wide.weight, heads.weight, 1.0),
+            (wide.token_weight, heads.token_weight, rms),
+        ):
+            if weight is not None:
+                rows = weight[:, :, :h]  # (layers, heads, h, H)
+                rows.normal_(std=h**-0.5, generator=generator)
+                rows[..., :h] = small_weight * scale
         if wide.bias is not None:
             wide.bias[..., :h] = heads.bias
     return wide.eval()

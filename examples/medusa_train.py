@@ -22,6 +22,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_heads", type=int, default=4)
     parser.add_argument("--num_layers", type=int, default=1, help="residual blocks of each head")
+    parser.add_argument(
+        "--reads_next_token", action="store_true", help="heads are told the token chosen from the state"
+    )
     parser.add_argument("--head_decay", type=float, default=0.8, help="weight of a head's loss against the one before")
     add_arguments(parser)
     add_data_arguments(parser)
@@ -36,17 +39,22 @@ def main() -> None:
         vocab_size=target.config.get_text_config(decoder=True).vocab_size,
         medusa_num_heads=args.num_heads,
         medusa_num_layers=args.num_layers,
+        medusa_reads_next_token=args.reads_next_token,
         base_model_name_or_path=None if args.target and Path(args.target).exists() else args.target,
     )
     heads = MedusaHeads(config).to(accelerator.device, torch.float32)
     # From zeros alone, all blocks of a head would get one and the same first update.
-    torch.nn.init.normal_(heads.weight, std=0.01 * matrix.shape[1] ** -0.5)
+    for weight in (heads.weight, heads.token_weight):
+        if weight is not None:
+            torch.nn.init.normal_(weight, std=0.01 * matrix.shape[1] ** -0.5)
 
     def loss_of(batch: Batch) -> tuple[torch.Tensor, int, torch.Tensor]:
         """Head k at a place against the target's distribution k + 1 states later."""
         with torch.no_grad():
             states = last_hidden_states(target, batch.input_ids)  # (B * L, hidden_size)
-        features = heads.features(states[batch.places])  # (heads, M, hidden_size)
+            chosen = batch.input_ids.flatten()[batch.places + 1] if args.reads_next_token else None  # (M,)
+            next_embeds = None if chosen is None else target.get_input_embeddings()(chosen)  # (M, hidden_size)
+        features = heads.features(states[batch.places], next_embeds=next_embeds)  # (heads, M, hidden_size)
         valid = [batch.left > head for head in range(args.num_heads)]
         counts = [int(mask.sum()) for mask in valid]
         students = torch.cat([features[head, mask] for head, mask in enumerate(valid)])

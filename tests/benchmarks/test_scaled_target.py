@@ -97,10 +97,13 @@ def test_dtype_and_generation_config():
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("tied", [True, False])
-def test_heads_give_the_same_logits_through_the_wide_output_embeddings(layers, tied):
+@pytest.mark.parametrize("reads", [True, False])
+def test_heads_give_the_same_logits_through_the_wide_output_embeddings(layers, tied, reads):
     small = kit.tiny(tie_word_embeddings=tied)
     heads = tetris_hf.MedusaHeads(
-        tetris_hf.MedusaConfig(hidden_size=32, vocab_size=64, medusa_num_heads=3, medusa_num_layers=layers)
+        tetris_hf.MedusaConfig(
+            hidden_size=32, vocab_size=64, medusa_num_heads=3, medusa_num_layers=layers, medusa_reads_next_token=reads
+        )
     )
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -111,8 +114,11 @@ def test_heads_give_the_same_logits_through_the_wide_output_embeddings(layers, t
         states = [m.model(**batch).last_hidden_state.flatten(0, 1) for m in (small, wide)]  # (N * width, hidden_size)
         torch.testing.assert_close(states[1][:, :32], states[0], rtol=1e-4, atol=1e-4)
         assert not states[1][:, 32:].any()
-        expected = heads(states[0], small.lm_head)
-        torch.testing.assert_close(wide_heads(states[1], wide.lm_head), expected, rtol=1e-3, atol=1e-3)
+        tokens = batch["input_ids"].flatten()
+        embeds = [m.get_input_embeddings()(tokens) if reads else None for m in (small, wide)]
+        expected = heads(states[0], small.lm_head, next_embeds=embeds[0])
+        actual = wide_heads(states[1], wide.lm_head, next_embeds=embeds[1])
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
     out = [kit.speculate(m, batch, h, depth=3) for m, h in ((small, heads), (wide, wide_heads))]
     assert torch.equal(out[0].sequences, out[1].sequences)
     assert torch.equal(out[0].tetris_stats.accepted, out[1].tetris_stats.accepted)

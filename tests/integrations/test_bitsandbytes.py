@@ -1,4 +1,4 @@
-"""bitsandbytes on its CPU back end: 8-bit and 4-bit, as target and as assistant."""
+"""bitsandbytes on its CPU back end, and on a GPU where there is one: 8-bit and 4-bit, as target and as assistant."""
 
 import logging
 
@@ -29,12 +29,22 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request):
+    return request.param
+
+
 @pytest.fixture
-def model(tokenizer):
+def model(tokenizer, device):
     """Wider than the others: the CPU kernel for 4 bits wants inputs that are a multiple of its block of 64."""
     return kit.tiny(
         vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, hidden_size=64, intermediate_size=128
-    )
+    ).to(device)
+
+
+@pytest.fixture
+def encoded(encoded, device):
+    return {name: tensor.to(device) for name, tensor in encoded.items()}
 
 
 @pytest.fixture
@@ -43,13 +53,13 @@ def draft(model):
 
 
 @pytest.fixture
-def quantized(model, tmp_path):
+def quantized(model, tmp_path, device):
     model.save_pretrained(tmp_path)
 
     def load(**settings):
         config = BitsAndBytesConfig(**settings)
         loaded = AutoModelForCausalLM.from_pretrained(
-            tmp_path, quantization_config=config, device_map="cpu", dtype=torch.float32
+            tmp_path, quantization_config=config, device_map=device, dtype=torch.float32
         )
         layer = loaded.model.layers[0].self_attn.q_proj
         assert layer.weight.dtype in (torch.int8, torch.uint8), "quantized indeed"

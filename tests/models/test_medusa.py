@@ -29,9 +29,13 @@ def heads_for(num_heads: int = 3, num_layers: int = 2, seed: int = 0, **override
     return heads
 
 
-def naive_logits(heads: MedusaHeads, states: torch.Tensor, lm_head: nn.Module | None) -> torch.Tensor:
+def naive_logits(
+    heads: MedusaHeads, states: torch.Tensor, lm_head: nn.Module | None, embeds: torch.Tensor | None = None
+) -> torch.Tensor:
     """One head after the other, of plain modules. `(R, heads, V)`."""
     logits = []
+    if embeds is not None:
+        embeds = embeds / (embeds**2).mean(1, keepdim=True).sqrt()
     for head in range(heads.config.medusa_num_heads):
         x = states
         for layer in range(heads.config.medusa_num_layers):
@@ -39,22 +43,30 @@ def naive_logits(heads: MedusaHeads, states: torch.Tensor, lm_head: nn.Module | 
             linear.weight.data = heads.weight[layer, head]
             if heads.bias is not None:
                 linear.bias.data = heads.bias[layer, head]
-            x = x + nn.functional.silu(linear(x))
+            inner = linear(x)
+            if embeds is not None:
+                inner = inner + embeds @ heads.token_weight[layer, head].T
+            x = x + nn.functional.silu(inner)
         logits.append(lm_head(x) if heads.output is None else x @ heads.output[head].T)
     return torch.stack(logits, dim=1)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("reads", [True, False])
 @torch.no_grad()
-def test_one_product_equals_a_loop(bias, shared):
-    heads = heads_for(num_heads=4, num_layers=3, medusa_fc_bias=bias, original_lm_head=shared)
+def test_one_product_equals_a_loop(bias, shared, reads):
+    kinds = {"medusa_fc_bias": bias, "original_lm_head": shared, "medusa_reads_next_token": reads}
+    heads = heads_for(num_heads=4, num_layers=3, **kinds)
     lm_head = nn.Linear(HIDDEN, kit.VOCABULARY, bias=False) if shared else None
-    states = torch.randn(6, HIDDEN)
-    expected = naive_logits(heads, states, lm_head)
+    states, embeds = torch.randn(6, HIDDEN), torch.randn(6, HIDDEN) if reads else None
+    expected = naive_logits(heads, states, lm_head, embeds)
     assert expected.shape == (6, 4, kit.VOCABULARY)
-    torch.testing.assert_close(heads(states, lm_head), expected)
-    torch.testing.assert_close(heads(states, lm_head, num_heads=2), expected[:, :2])
+    torch.testing.assert_close(heads(states, lm_head, next_embeds=embeds), expected)
+    torch.testing.assert_close(heads(states, lm_head, num_heads=2, next_embeds=embeds), expected[:, :2])
+    if reads:
+        with pytest.raises(ValueError, match="pass its input embeddings as `next_embeds`"):
+            heads(states, lm_head)
 
 
 def test_new_heads_are_the_target_itself_and_independent():
@@ -109,13 +121,15 @@ def assert_same(loaded: MedusaHeads, heads: MedusaHeads) -> None:
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
-    for size in ("hidden_size", "medusa_num_heads", "medusa_num_layers", "medusa_fc_bias", "original_lm_head"):
+    kinds = ("medusa_fc_bias", "original_lm_head", "medusa_reads_next_token")
+    for size in ("hidden_size", "medusa_num_heads", "medusa_num_layers", *kinds):
         assert getattr(loaded.config, size) == getattr(heads.config, size)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_own_layout(tmp_path, shared):
-    heads = heads_for(original_lm_head=shared)
+@pytest.mark.parametrize("reads", [True, False])
+def test_own_layout(tmp_path, shared, reads):
+    heads = heads_for(original_lm_head=shared, medusa_reads_next_token=reads)
     heads.save_pretrained(tmp_path)
     loaded = MedusaHeads.from_pretrained(tmp_path)
     assert_same(loaded, heads)
@@ -218,7 +232,7 @@ def test_wrong_sizes():
 @pytest.mark.parametrize("capacity", [1, 7, 100])
 def test_text_is_that_of_plain_generate(target, enabled, lengths, num_heads, capacity):
     batch = kit.ragged(lengths)
-    heads = heads_for(num_heads, original_lm_head=capacity != 7)
+    heads = heads_for(num_heads, original_lm_head=capacity != 7, medusa_reads_next_token=capacity != 1)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     ends = {"eos_token_id": int(kit.plain(target, batch)[0, -8])}
     for settings in ({}, ends):
@@ -252,6 +266,36 @@ def test_heads_that_know_the_future_are_always_right():
         out = kit.speculate(target, batch, heads, capacity=7, depth=num_heads, selector=selector, max_new_tokens=17)
         assert torch.equal(out.sequences, kit.plain(target, batch, max_new_tokens=17))
         assert out.tetris_stats.vsr == 1
+
+
+def test_heads_that_read_the_next_token_read_the_right_one():
+    # A target that draws its next token from a coin, whatever came before: only the token itself tells what follows.
+    size, num_heads = 13, 2
+    table = torch.zeros(size, size)
+    table[:, 1] = table[:, 2] = 0.5  # after 1 and after 2 alike ...
+    table[1], table[2] = 0, 0
+    table[1, 3] = table[2, 4] = 1  # ... one token is sure
+    target = kit.markov(table)
+    width = target.config.hidden_size
+    config = MedusaConfig(width, size, num_heads, 1, original_lm_head=False, medusa_reads_next_token=True)
+    heads = MedusaHeads(config).eval()
+    embedding = target.get_input_embeddings().weight
+    with torch.no_grad():
+        # SiLU of a large number is that number, of a large negative one nothing.
+        heads.weight[:] = -100 * torch.eye(width)
+        heads.token_weight[:] = 100 * torch.eye(width)
+        scaled = embedding / embedding.pow(2).mean(1, keepdim=True).sqrt()
+        heads.output.zero_()
+        for token, follower in ((1, 3), (2, 4)):
+            heads.output[:, follower] = scaled[token]
+    batch = kit.ragged((4, 1, 6), vocabulary=size)
+    torch.manual_seed(0)
+    out = kit.speculate(target, batch, heads, capacity=9, depth=1, do_sample=True, top_k=0, max_new_tokens=40)
+    told = out.sequences[:, 6:]
+    followers = {(row[i], row[i + 1]) for row in told.tolist() for i in range(39) if row[i] in (1, 2)}
+    assert followers == {(1, 3), (2, 4)}
+    # Each draft follows such a token. Heads that are not told which would be right half the time.
+    assert out.tetris_stats.vsr == 1 and out.tetris_stats.accepted.sum() > 50
 
 
 def test_scores_are_the_heads_own_probabilities(target):
@@ -327,7 +371,8 @@ def test_sampled_text_has_the_law_of_the_target(selector):
 def test_drafts_are_exact_on_targets_of_another_kind():
     for model_type in ("gpt2", "gemma3_text"):
         target, batch = kit.tiny(model_type), kit.ragged()
-        out = kit.speculate(target, batch, heads_for(), capacity=5, depth=3)
+        heads = heads_for(medusa_reads_next_token=model_type == "gemma3_text")
+        out = kit.speculate(target, batch, heads, capacity=5, depth=3)
         assert torch.equal(out.sequences, kit.plain(target, batch))
 
 
@@ -350,4 +395,4 @@ def test_heads_without_a_vocabulary_fit_any_and_leave_nothing_behind(target):
     hooks = copy.copy(target.lm_head._forward_pre_hooks)
     kit.speculate(target, kit.ragged(), drafter)
     assert target.lm_head._forward_pre_hooks == hooks
-    assert drafter._states is None and drafter._lm_head is None
+    assert drafter._states is None and drafter._lm_head is None and drafter._embeddings is None

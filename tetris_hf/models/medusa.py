@@ -30,6 +30,10 @@ class MedusaConfig(PreTrainedConfig):
         original_lm_head (`bool`, *optional*, defaults to `True`):
             Whether the heads end in the target's output embeddings, which are then not stored with them. `False` gives
             each head an output matrix of its own.
+        medusa_reads_next_token (`bool`, *optional*, defaults to `False`):
+            Whether the heads also read the input embedding of the token that the target chose from the hidden state,
+            in every block. Published Medusa heads do not; the idea is Hydra's (Ankner et al., 2024), but no head waits
+            for the one before it.
         base_model_name_or_path (`str`, *optional*): The target that the heads were trained for.
     """
 
@@ -43,6 +47,7 @@ class MedusaConfig(PreTrainedConfig):
         medusa_num_layers: int = 1,
         medusa_fc_bias: bool = True,
         original_lm_head: bool = True,
+        medusa_reads_next_token: bool = False,
         base_model_name_or_path: str | None = None,
         **kwargs: Any,
     ):
@@ -56,6 +61,7 @@ class MedusaConfig(PreTrainedConfig):
         self.medusa_num_layers = medusa_num_layers
         self.medusa_fc_bias = medusa_fc_bias
         self.original_lm_head = original_lm_head
+        self.medusa_reads_next_token = medusa_reads_next_token
         self.base_model_name_or_path = base_model_name_or_path
         super().__init__(**kwargs)
 
@@ -66,7 +72,8 @@ class MedusaHeads(PreTrainedModel):
 
     From the hidden state of a token, the target predicts the next one and head k, counted from 0, the one k + 1 places
     after that. A head is `medusa_num_layers` blocks `x + SiLU(W x + b)`, which start as the identity, and an output
-    matrix. The weights of all heads are stacked, so that one batched product serves them all.
+    matrix. Heads that read the next token have blocks `x + SiLU(W x + U e + b)`, where e is its input embedding,
+    scaled to a mean square of 1. The weights of all heads are stacked, so that one batched product serves them all.
 
     Args:
         config ([`MedusaConfig`]): Sizes.
@@ -87,6 +94,8 @@ class MedusaHeads(PreTrainedModel):
         layers, heads, hidden = config.medusa_num_layers, config.medusa_num_heads, config.hidden_size
         self.weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden))
         self.bias = nn.Parameter(torch.empty(layers, heads, hidden)) if config.medusa_fc_bias else None
+        reads = config.medusa_reads_next_token
+        self.token_weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden)) if reads else None
         own_outputs = torch.empty(0 if config.original_lm_head else heads, config.vocab_size or 0, hidden)
         self.output = None if config.original_lm_head else nn.Parameter(own_outputs)
         self.post_init()
@@ -95,47 +104,67 @@ class MedusaHeads(PreTrainedModel):
         if module is self:
             # Zeros, so that every block starts as the identity.
             nn.init.zeros_(self.weight)
-            if self.bias is not None:
-                nn.init.zeros_(self.bias)
+            for parameter in (self.bias, self.token_weight):
+                if parameter is not None:
+                    nn.init.zeros_(parameter)
             if self.output is not None:
                 nn.init.normal_(self.output, std=0.02)
 
-    def features(self, hidden_states: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
+    def features(
+        self, hidden_states: torch.Tensor, num_heads: int | None = None, next_embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """
         What enters the output matrices.
 
         Args:
             hidden_states (`torch.Tensor` of shape `(R, hidden_size)`): Inputs of the target's output embeddings.
             num_heads (`int`, *optional*): How many of the first heads are wanted; by default all.
+            next_embeds (`torch.Tensor` of shape `(R, hidden_size)`, *optional*):
+                Input embeddings of the tokens chosen from these states, if the heads read them.
 
         Returns:
             `torch.Tensor` of shape `(num_heads, R, hidden_size)`.
+
+        Raises:
+            `ValueError`: If the heads read the next token and `next_embeds` is missing.
         """
+        if self.token_weight is not None and next_embeds is None:
+            raise ValueError("These heads read the next token: pass its input embeddings as `next_embeds`.")
         num_heads = self.config.medusa_num_heads if num_heads is None else num_heads
+        if next_embeds is not None:  # as large whatever the target's embeddings are, so that U learns at W's pace
+            next_embeds = nn.functional.rms_norm(next_embeds.to(self.weight), next_embeds.shape[-1:], eps=1e-6)
         x = hidden_states.to(self.weight).expand(num_heads, *hidden_states.shape)  # (num_heads, R, hidden_size)
         for layer in range(self.config.medusa_num_layers):
             inner = torch.bmm(x, self.weight[layer, :num_heads].transpose(1, 2))
+            if self.token_weight is not None and next_embeds is not None:
+                inner = inner + next_embeds @ self.token_weight[layer, :num_heads].transpose(1, 2)
             if self.bias is not None:
                 inner = inner + self.bias[layer, :num_heads, None]
             x = x + nn.functional.silu(inner)
         return x
 
     def forward(
-        self, hidden_states: torch.Tensor, lm_head: nn.Module | None = None, num_heads: int | None = None
+        self,
+        hidden_states: torch.Tensor,
+        lm_head: nn.Module | None = None,
+        num_heads: int | None = None,
+        next_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Args:
             hidden_states (`torch.Tensor` of shape `(R, hidden_size)`): Inputs of the target's output embeddings.
             lm_head (`nn.Module`, *optional*): The target's output embeddings, if the heads have none of their own.
             num_heads (`int`, *optional*): How many of the first heads are wanted; by default all.
+            next_embeds (`torch.Tensor` of shape `(R, hidden_size)`, *optional*):
+                Input embeddings of the tokens chosen from these states, if the heads read them.
 
         Returns:
             `torch.Tensor` of shape `(R, num_heads, vocab_size)`: Logits.
 
         Raises:
-            `ValueError`: If the heads need `lm_head` and it is missing.
+            `ValueError`: If the heads need `lm_head` or `next_embeds` and it is missing.
         """
-        features = self.features(hidden_states, num_heads)  # (num_heads, R, hidden_size)
+        features = self.features(hidden_states, num_heads, next_embeds)  # (num_heads, R, hidden_size)
         if self.output is not None:
             logits = torch.bmm(features, self.output[: len(features)].transpose(1, 2))
         elif lm_head is not None:

@@ -25,7 +25,8 @@ class MedusaDrafter(Drafter):
     """
     Drafts with Medusa heads (Cai et al., 2024), the most probable token of each head (TETRIS paper, appendix C.5).
 
-    The heads read the hidden state that the target's own forward left behind, so a draft costs one small product.
+    The heads read the hidden state that the target's own forward left behind, and perhaps the token that was chosen
+    from it, so a draft costs one small product.
     Tokens are not sampled: any score is exact then, and a token's is its probability under its head.
 
     Args:
@@ -57,12 +58,19 @@ class MedusaDrafter(Drafter):
                 f"`assistant_model` has Medusa heads for a vocabulary of {config.vocab_size} tokens, and {name} has "
                 f"{vocab_size}: pass heads that were trained for it."
             )
+        embeddings = target.get_input_embeddings()
+        if config.medusa_reads_next_token and embeddings.weight.shape[-1] != config.hidden_size:
+            raise ValueError(
+                f"`assistant_model` has Medusa heads that read embeddings of width {config.hidden_size}, and those of "
+                f"{name} are {embeddings.weight.shape[-1]} wide: pass heads with `medusa_reads_next_token=False`."
+            )
 
     def fingerprint(self) -> Hashable:
         return type(self), id(self.heads), of_model(self.heads), self.keeps_entropies
 
     def begin(self, target: PreTrainedModel, rows: Rows, vocab_size: int, processing: LogitsProcessing) -> None:
         self._lm_head = target.get_output_embeddings()
+        self._embeddings = target.get_input_embeddings() if self.heads.config.medusa_reads_next_token else None
         self._vocab_size = vocab_size
         self._processing = processing.for_drafts(history=False)
 
@@ -81,7 +89,12 @@ class MedusaDrafter(Drafter):
         """See [`Drafter.propose`]. As many tokens as there are heads, at most."""
         assert self._states is not None, "`observe` comes first"
         depth = min(depth, self.heads.config.medusa_num_heads)
-        logits = self.heads(self._states[live.to(self._states.device)], self._lm_head, num_heads=depth)
+        states = self._states[live.to(self._states.device)]  # (R, hidden_size)
+        next_embeds = None
+        if self._embeddings is not None:
+            newest = rows.tokens[live, rows.length[live] - 1]  # (R,)
+            next_embeds = self._embeddings(newest.to(self._embeddings.weight.device)).to(states.device)
+        logits = self.heads(states, self._lm_head, num_heads=depth, next_embeds=next_embeds)
         scores = logits[..., : self._vocab_size].float()  # (R, K, V)
         if self._processing.seeded:
             scores = self._noisy(scores, rows, live)
@@ -101,4 +114,4 @@ class MedusaDrafter(Drafter):
         return noisy.reshape(len(live), depth, -1)
 
     def end(self) -> None:
-        self._states = self._lm_head = None
+        self._states = self._lm_head = self._embeddings = None
