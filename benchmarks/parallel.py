@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What several cards give: data parallel, tensor parallel and its equality to one card, in processes of their own.
 
-    python benchmarks/parallel.py --target 7b --prompts spec_bench.jsonl --out results.jsonl
+    python benchmarks/parallel.py --target 7b-split --prompts spec_bench.jsonl --out results.jsonl
 
 - `data`: one job served by 1, 2, 4, ... cards up to `--processes`, each with a whole target; ranks take prompts from a
   common counter. Given is the speed of the whole job, until the last rank has ended, and its ratio to one card.
@@ -65,6 +65,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.processes < 2:
         parser.error("--processes must be at least 2")
+    sizes = SIZES.get(args.target)
+    if sizes and sizes["hidden_size"] % sizes["num_attention_heads"] and {"tensor", "exact"} & {*args.phases}:
+        parser.error(f"--target {args.target} cannot be stored to be split: pass 7b-split, or --phases data")
     return args
 
 

@@ -36,6 +36,13 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 16,
         "intermediate_size": 14336,
     },
+    "7b-split": {  # 6.87 billion; its heads divide its width, as transformers wants of a configuration that it stores
+        "hidden_size": 4608,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 16,
+        "intermediate_size": 12288,
+    },
     "30b": {  # 30.1 billion
         "hidden_size": 6144,
         "num_hidden_layers": 60,

@@ -6,6 +6,7 @@ from pathlib import Path
 import kit
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import tetris_hf
 
@@ -125,13 +126,24 @@ def test_heads_give_the_same_logits_through_the_wide_output_embeddings(layers, t
 
 
 def test_the_named_sizes_fit_smollm2_and_are_as_large_as_their_names():
-    for name, billions in (("7b", (6.5, 7.2)), ("30b", (29.0, 31.0))):
+    for name, billions in (("7b", (6.5, 7.2)), ("7b-split", (6.5, 7.2)), ("30b", (29.0, 31.0))):
         sizes = scaled_target.SIZES[name]
         assert sizes["num_attention_heads"] == 3 * sizes["num_key_value_heads"]
         attention = 2 * 64 * (sizes["num_attention_heads"] + sizes["num_key_value_heads"])
         layer = sizes["hidden_size"] * (attention + 3 * sizes["intermediate_size"])
         total = sizes["num_hidden_layers"] * layer + 49152 * sizes["hidden_size"]
         assert billions[0] <= total / 1e9 <= billions[1], total
+
+
+def test_a_target_to_be_split_can_be_stored_and_loaded(tmp_path):
+    # transformers checks configurations when it writes and reads them; the shape of the real one, an eighth as wide.
+    sizes = {name: size // 8 for name, size in scaled_target.SIZES["7b-split"].items()} | {"num_hidden_layers": 2}
+    small = kit.tiny(num_attention_heads=3, num_key_value_heads=1, head_dim=8, hidden_size=24)
+    wide = scaled_target.scale_target(small, **sizes)
+    wide.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    batch = kit.ragged()
+    assert torch.equal(kit.plain(loaded, batch), kit.plain(wide, batch))
 
 
 def test_what_does_not_fit_is_refused():
