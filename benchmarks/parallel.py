@@ -55,13 +55,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--tensor-slots", type=int, nargs="+", default=[64, 8], help="N of the tensor phase, one after the other")
     add("--tensor-prompts", type=int, default=256, help="prompts of its job at the first N, fewer at smaller ones")
     add("--exact-prompts", type=int, default=64, help="prompts of the exact phase, with a quarter of the new tokens")
+    add("--eager", action="store_true", help="nothing is compiled or captured: slow, but it begins at once")
     add("--depth", type=int, default=3, help="K")
     add("--ratio", type=float, default=2.0, help="C / N")
     add("--time-limit", type=float, default=3600, help="seconds; what has not ended then is stopped")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--folder", type=Path, help="where the target is stored to be loaded in parts (default: a temporary folder)")
     add("--out", type=Path, help="JSON lines are added at the end of this file as well")
-    add("--worker", choices=["store", *PHASES], help=argparse.SUPPRESS)
+    add("--worker", choices=PHASES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.processes < 2:
         parser.error("--processes must be at least 2")
@@ -77,11 +78,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> bool:
     went_well = True
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
-        split = [phase for phase in ("tensor", "exact") if phase in args.phases]
-        before = [phase for phase in ("data",) if phase in args.phases] + ["store"] * bool(split)
-        for phase in before + split:
-            processes = 1 if phase == "store" else args.processes
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        for phase in args.phases:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}"]
             worker = [str(Path(__file__)), *argv, "--worker", phase, "--folder", str(folder)]
             process = subprocess.Popen([sys.executable, *launcher, *worker], start_new_session=True)
             try:

@@ -107,6 +107,7 @@ class Worker:
             progress_bar=False,
             do_sample=False,
             max_new_tokens=self.args.max_new_tokens,  # at most; each request has its own limit
+            disable_compile=self.args.eager,
         )
         outputs = [output for _, output in sorted(answers, key=lambda answer: answer[0])]
         if errors := [output.error for output in outputs if output.error]:
@@ -140,13 +141,16 @@ class Worker:
             )  # fmt: skip
 
     def store_target(self) -> None:
-        """Write the target, so that it can be loaded in parts."""
-        target, _, _ = self.whole_target(torch.bfloat16 if self.args.device == "cuda" else torch.float32)
-        target.save_pretrained(self.args.folder)
+        """Write the target once, so that it can be loaded in parts."""
+        if self.rank == 0 and not (self.args.folder / "config.json").exists():
+            target, _, _ = self.whole_target(torch.bfloat16 if self.args.device == "cuda" else torch.float32)
+            target.save_pretrained(self.args.folder)
+        self.wait_for_all()
 
     def tensor(self, dtype: torch.dtype, job: tuple[int, int, int], phase: str) -> None:
         """One job by one card, then by the target split over all of them."""
         args = self.args
+        self.store_target()
         name = args.small if args.target == "small" or args.target in SIZES else args.target
         small, tokenizer = load(name, str(self.device), dtype)
         drafter = self.drafter(small)
@@ -193,9 +197,7 @@ class Worker:
         """The phase that this process was started for."""
         args = self.args
         whole = (args.min_new_tokens, args.max_new_tokens)
-        if phase == "store":
-            self.store_target()
-        elif phase == "data":
+        if phase == "data":
             self.data()
         elif phase == "tensor":
             dtype = torch.bfloat16 if args.device == "cuda" else torch.float32

@@ -51,7 +51,7 @@ def test_every_phase_in_one_process(parallel, arguments, tmp_path, monkeypatch, 
         monkeypatch.setenv(name, str(value))
     out = tmp_path / "results.jsonl"
     try:
-        for phase in ("data", "store", "tensor", "exact"):
+        for phase in ("data", "tensor", "exact"):
             parallel.main([*arguments, "--worker", phase, "--folder", str(tmp_path / "stored"), "--out", str(out)])
     finally:
         if distributed.is_initialized():
@@ -82,7 +82,7 @@ class Process:
     """A phase that is started: `failing` fails, `late` does not end by itself."""
 
     started: list[tuple[str, str]] = []
-    failing, late = "store", "exact"
+    failing, late = "tensor", "exact"
 
     def __init__(self, command, **_):
         processes = next(word for word in command if word.startswith("--nproc-per-node=")).split("=")[1]
@@ -104,14 +104,15 @@ def test_a_failed_phase_does_not_stop_the_others(parallel, arguments, monkeypatc
     monkeypatch.setattr(Process, "started", [])
     with pytest.raises(SystemExit):
         parallel.main([*arguments, "--processes", "4", "--time-limit", "1"])
-    assert Process.started == [("data", "4"), ("store", "1"), ("tensor", "4"), ("exact", "4")]
+    assert Process.started == [("data", "4"), ("tensor", "4"), ("exact", "4")]
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["phase"], "failed or out of time" in line["error"]) for line in said] == [
-        ("store", True),
+        ("tensor", True),
         ("exact", True),
     ]
     monkeypatch.setattr(Process, "started", [])
     parallel.main([*arguments, "--phases", "data"])
     assert Process.started == [("data", "2")]
-    with pytest.raises(SystemExit):
-        parallel.main([*arguments, "--processes", "1"])
+    for refused in (["--processes", "1"], ["--target", "7b"]):
+        with pytest.raises(SystemExit):
+            parallel.main([*arguments, *refused])
