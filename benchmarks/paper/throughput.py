@@ -5,7 +5,7 @@
 
 The real engine (`generate_batch`), requests taking the place of those that end, as in the paper's setting of a
 constant load. Of each trial the middle is timed: from the N-th answer to the N-th last but one, in which the batch is
-full and requests come and go, prefills included. Latency is N over the answers per second (Little's law). Every trial
+full and requests come and go, prefills included. Latency is the mean time from an answer's row to its end. Every trial
 has its own shuffle of the prompts, the same for all settings; given are the median of the trials and all of them. What
 matters most comes first, and nothing new is begun after `--time-limit`.
 """
@@ -48,19 +48,33 @@ def served_order(prompts: list[list[int]], count: int, seed: int) -> list[list[i
     return [max(prompts, key=len), *found[: count - 1]]
 
 
-def timed_middle(answers: Iterator[tuple[int, Any]], num_rows: int, total: int) -> tuple[list[Any], float]:
-    """The answers of the middle, from the N-th to the N-th last but one, and the seconds they took."""
-    middle: list[Any] = []
-    begun = ended = time.perf_counter()
-    for number, (_, answer) in enumerate(answers, start=1):
+def timed_middle(answers: Iterator[tuple[int, Any]], num_rows: int, total: int) -> tuple[list[Any], float, float]:
+    """
+    The middle of a run, from the end of the N-th answer to that of the N-th last but one.
+
+    An answer that is only partly in it counts with that part of its tokens, as if they came at a steady pace. Counting
+    whole answers by their ends would say more of which ends fall inside than of the speed.
+
+    Args:
+        answers (`Iterator[tuple[int, Any]]`): What `iterate_batch` gives, in the order of the ends.
+        num_rows (`int`): N.
+        total (`int`): Answers of the run.
+
+    Returns:
+        `tuple[list[Any], float, float]`: Answers that end in the middle, tokens of the middle, its seconds.
+    """
+    served = [answer for _, answer in answers]
+    for answer in served:
         if answer.error is not None:
             raise RuntimeError(answer.error)
-        if number == num_rows:
-            begun = time.perf_counter()
-        elif num_rows < number <= total - num_rows:
-            middle.append(answer)
-            ended = time.perf_counter()
-    return middle, ended - begun
+    begun, ended = served[num_rows - 1].lifespan[1], served[total - num_rows - 1].lifespan[1]
+    tokens = 0.0
+    for answer in served:
+        start, end = answer.lifespan
+        inside = min(end, ended) - max(start, begun)
+        if inside > 0:
+            tokens += len(answer.generated_tokens) * inside / (end - start)
+    return served[num_rows : total - num_rows], tokens, ended - begun
 
 
 def measure(
@@ -109,21 +123,21 @@ def measure(
     for trial in range(trials):
         requests = served_order(prompts, num_rows * per_row, trial)
         answers = tetris_hf.iterate_batch(target, requests, **settings)
-        middle, seconds = timed_middle(answers, num_rows, len(requests))
-        speeds.append(sum(len(answer.generated_tokens) for answer in middle) / seconds)
-        latencies.append(num_rows * seconds / len(middle))
+        middle, tokens, seconds = timed_middle(answers, num_rows, len(requests))
+        speeds.append(tokens / seconds)
+        latencies.append(statistics.fmean(answer.lifespan[1] - answer.lifespan[0] for answer in middle))
         for answer in middle:
             # The prompt's own forward gives the first token.
             counts += torch.tensor([len(answer.generated_tokens) - 1, answer.steps, answer.verified, answer.accepted])
-    tokens, steps, verified, accepted = counts.tolist()
+    generated, steps, verified, accepted = counts.tolist()
     return {
         "tokens_per_second": statistics.median(speeds),
         "latency": statistics.median(latencies),
         "speeds": speeds,
         "latencies": latencies,
-        "tokens_per_step": tokens / steps,
+        "tokens_per_step": generated / steps,
         "vsr": accepted / verified if verified else None,
-        "ter": tokens / (verified + steps),
+        "ter": generated / (verified + steps),
         "warm_up": warm_up,
     }
 

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,12 +199,30 @@ def test_every_command_writes_records_and_a_figure(paper, trace_file, costs_file
 
 
 def test_the_middle_of_a_held_full_run(paper):
-    class Answer:
-        error = None
-
-    answers = iter([(number, Answer()) for number in range(12)])
-    middle, seconds = paper["throughput"].timed_middle(answers, num_rows=3, total=12)
-    assert len(middle) == 6 and seconds >= 0
+    # Three rows of a token a second each: wherever texts end, the middle makes three tokens a second.
+    lives = [
+        (0, 4),
+        (0, 5),
+        (0, 7),
+        (4, 10),
+        (5, 11),
+        (7, 13),
+        (10, 19),
+        (11, 20),
+        (13, 21),
+        (19, 22),
+        (20, 25),
+        (21, 30),
+    ]
+    answers = enumerate(
+        SimpleNamespace(error=None, lifespan=life, generated_tokens=[0] * (life[1] - life[0])) for life in lives
+    )
+    middle, tokens, seconds = paper["throughput"].timed_middle(answers, num_rows=3, total=12)
+    assert [answer.lifespan for answer in middle] == lives[3:9] and seconds == 21 - 7
+    assert tokens == pytest.approx(3 * seconds)
+    failed = enumerate([SimpleNamespace(error="no", lifespan=(0, 1))])
+    with pytest.raises(RuntimeError, match="no"):
+        paper["throughput"].timed_middle(failed, 1, 1)
     order = paper["throughput"].served_order([[1], [2, 3], [4]], 7, seed=1)
     assert (
         len(order) == 7 and order[0] == [2, 3] and order == paper["throughput"].served_order([[1], [2, 3], [4]], 7, 1)
