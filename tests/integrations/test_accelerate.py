@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import tetris_hf
+
 
 SETTINGS = {"max_new_tokens": 16, "do_sample": False}
 ON_CPU = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
@@ -45,6 +47,17 @@ def test_weights_on_disk(folder, draft, encoded, enabled, tmp_path, offloaded):
     model = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, offload_folder=tmp_path / "offload")
     assert model.model.layers[1].mlp.up_proj.weight.is_meta
     assert same_text(model, draft, encoded)
+
+
+def test_heads_that_read_embeddings_which_are_on_disk(folder, model, encoded, enabled, tmp_path):
+    everything = {name: "cpu" if name == "model.rotary_emb" else "disk" for name in (*ON_CPU, "model.layers.1")}
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        folder, device_map=everything, offload_folder=tmp_path / "offload"
+    )
+    assert offloaded.get_input_embeddings().weight.is_meta
+    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size, "medusa_num_heads": 3}
+    heads = tetris_hf.MedusaHeads(tetris_hf.MedusaConfig(**sizes, medusa_reads_next_token=True)).eval()
+    assert same_text(offloaded, heads, encoded)
 
 
 def test_weights_kept_in_memory_until_they_are_needed(folder, draft, encoded, enabled):
