@@ -36,14 +36,18 @@ def run(script, *args, folder):
 
 
 @needs_datasets
-@pytest.mark.parametrize("script", ["medusa_train.py", "distill_assistant.py"])
-def test_training_in_the_tiny_setting(script, tmp_path):
-    run(script, "--output", "trained", folder=tmp_path)
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [("medusa_train.py", []), ("medusa_train.py", ["--reads_next_token"]), ("distill_assistant.py", [])],
+)
+def test_training_in_the_tiny_setting(script, flags, tmp_path):
+    run(script, "--output", "trained", *flags, folder=tmp_path)
     made = [path for path in (tmp_path / "trained").rglob("model.safetensors")]
     assert made, sorted(tmp_path.rglob("*"))
     if script == "medusa_train.py":
         heads = tetris_hf.MedusaHeads.from_pretrained(made[0].parent)
         assert heads.config.medusa_num_heads == 4 and torch.isfinite(heads.weight).all() and heads.weight.any()
+        assert (heads.token_weight is not None and bool(heads.token_weight.any())) == bool(flags)
 
 
 @needs_weights
