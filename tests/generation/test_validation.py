@@ -82,6 +82,8 @@ pytestmark = pytest.mark.usefixtures("enabled")
     ],
 )
 def test_settings(target, near, batch, setting, value):
+    if value == "offloaded" and torch.version.cuda and not torch.cuda.is_available():
+        pytest.skip("transformers opens a CUDA stream for this cache before the decoding method is asked, and fails")
     names = "SynthID" if setting == "watermarking_config" else setting
     with refused(target, near, names=names):
         ask(target, batch, near, **{setting: value, "return_dict_in_generate": True})
