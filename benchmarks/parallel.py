@@ -8,8 +8,8 @@
 - `tensor`: one job by a whole target on one card, then by a target split over all cards, with the drafter on each.
 - `exact`: the same in float32, and how many greedy texts are equal.
 
-Each job is served twice, and the second time counts. Prints JSON lines as it goes. A phase that fails or outlasts the
-time that is left does not stop the others.
+The first prompts of each job are served before it, untimed. Prints JSON lines as it goes. A phase that fails
+or outlasts the time that is left does not stop the others.
 """
 
 from __future__ import annotations

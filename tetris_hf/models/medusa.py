@@ -128,16 +128,13 @@ class MedusaHeads(PreTrainedModel):
         Raises:
             `ValueError`: If the heads read the next token and `next_embeds` is missing.
         """
-        if self.token_weight is not None and next_embeds is None:
-            raise ValueError("These heads read the next token: pass its input embeddings as `next_embeds`.")
         num_heads = self.config.medusa_num_heads if num_heads is None else num_heads
-        if next_embeds is not None:  # as large whatever the target's embeddings are, so that U learns at W's pace
-            next_embeds = nn.functional.rms_norm(next_embeds.to(self.weight), next_embeds.shape[-1:], eps=1e-6)
+        told = None if self.token_weight is None else _told(self.token_weight[:, :num_heads], next_embeds)
         x = hidden_states.to(self.weight).expand(num_heads, *hidden_states.shape)  # (num_heads, R, hidden_size)
         for layer in range(self.config.medusa_num_layers):
             inner = torch.bmm(x, self.weight[layer, :num_heads].transpose(1, 2))
-            if self.token_weight is not None and next_embeds is not None:
-                inner = inner + next_embeds @ self.token_weight[layer, :num_heads].transpose(1, 2)
+            if told is not None:
+                inner = inner + told[layer]
             if self.bias is not None:
                 inner = inner + self.bias[layer, :num_heads, None]
             x = x + nn.functional.silu(inner)
@@ -205,3 +202,12 @@ class MedusaHeads(PreTrainedModel):
         dtype = kwargs.get("dtype")
         heads.to(weights["weight"].dtype if dtype in (None, "auto") else dtype).eval()
         return heads
+
+
+def _told(weight: torch.Tensor, next_embeds: torch.Tensor | None) -> torch.Tensor:
+    """What the next token adds in every block, `(layers, num_heads, R, hidden_size)`, in one product."""
+    if next_embeds is None:
+        raise ValueError("These heads read the next token: pass its input embeddings as `next_embeds`.")
+    # As large whatever the target's embeddings are, so that U learns at W's pace.
+    embeds = nn.functional.rms_norm(next_embeds.to(weight), next_embeds.shape[-1:], eps=1e-6)
+    return embeds @ weight.transpose(-1, -2)

@@ -93,9 +93,6 @@ class MedusaDrafter(Drafter):
         next_embeds = None
         if self._embeddings is not None:
             newest = rows.tokens[live, rows.length[live] - 1]  # (R,)
-            place = self._embeddings.weight.device
-            # Weights that are loaded when they are needed are nowhere yet; their hook moves the tokens.
-            newest = newest if place.type == "meta" else newest.to(place)
             next_embeds = self._embeddings(newest).to(states.device)
         logits = self.heads(states, self._lm_head, num_heads=depth, next_embeds=next_embeds)
         scores = logits[..., : self._vocab_size].float()  # (R, K, V)
