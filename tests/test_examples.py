@@ -48,6 +48,11 @@ def test_training_in_the_tiny_setting(script, flags, tmp_path):
         heads = tetris_hf.MedusaHeads.from_pretrained(made[0].parent)
         assert heads.config.medusa_num_heads == 4 and torch.isfinite(heads.weight).all() and heads.weight.any()
         assert (heads.token_weight is not None and bool(heads.token_weight.any())) == bool(flags)
+        if flags:  # going on from what was made
+            run(script, "--output", "more", "--init", str(made[0].parent), "--epochs", "0.5", folder=tmp_path)
+            more = tetris_hf.MedusaHeads.from_pretrained(tmp_path / "more")
+            assert more.config.medusa_reads_next_token and not torch.equal(more.weight, heads.weight)
+            torch.testing.assert_close(more.weight, heads.weight, rtol=0, atol=0.05)
 
 
 @needs_weights
