@@ -84,7 +84,9 @@ def test_every_setting_of_a_scaled_target_is_measured_and_exact(bench, folder, t
         some = [record for record in records if record["rows"] == num_rows]
         keys = [(record["contender"], record["drafter"], record["K"], record["C"]) for record in some]
         expected = [("dynamic", None, None, None), ("static", None, None, None)]
-        expected += [("assisted", "shallow", None, None), ("assisted", "lookup", 3, None), ("c0", None, None, 0)]
+        if num_rows == 2:  # row by row, N says nothing: once is enough
+            expected += [("assisted", "shallow", None, None), ("assisted", "lookup", 3, None)]
+        expected += [("c0", None, None, 0)]
         for drafter, deepest in (("shallow", 3), ("medusa", 2), ("lookup", 3)):
             expected += [("fixed", drafter, window, window * num_rows) for window in range(1, deepest + 1)]
         expected += [("tetris", "shallow", 3, num_rows), ("tetris", "medusa", 2, num_rows)]
