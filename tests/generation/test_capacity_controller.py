@@ -228,18 +228,6 @@ def test_what_was_learned_is_there_in_the_next_call():
     assert torch.equal(controller.gains, fresh.gains)
 
 
-def test_without_retries_drafts_come_back_with_a_call_only():
-    cost, world = h100(0.001), World(64, 0.02, spread=0.0, steps=400)
-    controller = CapacityController(64, table(cost, 64), DEPTH, retries=False)
-    settings = decode(world, cost, controller)[1]
-    first = settings.index((0, 0))
-    assert set(settings[first:]) == {(0, 0)}
-    assert controller.begin() != (0, 0), "400 steps have paid for a trial"
-    controller.observe(world.step(0, *controller.setting, torch.ones(64, dtype=torch.bool))[0])
-    assert controller.decide() == (0, 0)
-    assert controller.begin() == (0, 0), "the next trial has to be earned"
-
-
 def test_steps_of_ended_rows_and_steps_without_drafts_teach_nothing():
     """A capture runs on ended rows; it must leave no trace."""
     world, none = World(7, 0.6, steps=4), torch.zeros(7, dtype=torch.bool)

@@ -46,8 +46,6 @@ class CapacityController:
         max_depth (`int`, *optional*, defaults to 6): The largest K.
         settings (`Iterable[tuple[int, int]]`, *optional*):
             (C, K) to choose from, besides C = 0; by default up to 15 with C from N / 2 to 4 N.
-        retries (`bool`, *optional*, defaults to `True`):
-            Whether drafts are tried again within a call that went over to C = 0; else with the next call.
         device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where steps run.
 
     Attributes:
@@ -66,7 +64,6 @@ class CapacityController:
         table: CostTable | None,
         max_depth: int = 6,
         settings: Iterable[tuple[int, int]] | None = None,
-        retries: bool = True,
         device: torch.device | str = "cpu",
     ):
         for name, count in (("num_rows", num_rows), ("max_depth", max_depth)):
@@ -78,7 +75,7 @@ class CapacityController:
                 raise ValueError(
                     f"`settings` must be (C, K) with C at least 1 and K from 1 to {max_depth}, got {capacity, depth}."
                 )
-        self.num_rows, self.retries, self.max_depth = num_rows, retries, max_depth
+        self.num_rows, self.max_depth = num_rows, max_depth
         self.table: CostTable = table  # type: ignore[assignment]  # given later, before the first call
         self.settings = [(0, 0), *dict.fromkeys(wanted)]
         self.calibration = AcceptanceCalibration(max_depth)
@@ -172,7 +169,7 @@ class CapacityController:
         if self.setting == (0, 0):
             self._idle += self.interval
             self.interval = _INTERVAL
-            if self.retries and self._idle >= _WAIT:
+            if self._idle >= _WAIT:
                 self._try()
             return self.setting
         known = (self.gains if gains is None else gains).tolist()

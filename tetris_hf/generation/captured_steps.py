@@ -88,12 +88,12 @@ class CapturedSteps:
         speculation, rows, ended = self.speculation, self.speculation.rows, LateCopies()
         steps = int((rows.max_length - rows.length).masked_fill(rows.finished, 0).max())  # each adds a token at least
         for number in range(steps):
-            length = rows.length.clone() if speculation.streamer is not None else None
+            length = rows.length.clone() if speculation.committer.streamer is not None else None
             size = speculation.size()
             self.replay(size)
             speculation.stepped()
             if length is not None:
-                speculation.stream(rows.everyone, rows.length - length)
+                speculation.committer.stream(rows.everyone, rows.length - length)
             if number == min(TIMED_STEP, steps - 1):
                 speculation.stats.step_seconds = self.seconds(size)
             ended.put(rows.finished.all())

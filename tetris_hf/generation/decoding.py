@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .assistant_drafter import AssistantDrafter
 from .auto_capacity import MAX_DEPTH, AutoCapacity, controller_for
+from .committer import Committer
 from .cuda_graph import on_one_gpu
 from .drafting import Drafter
 from .mixed_drafter import MixedDrafter
@@ -133,14 +134,14 @@ class TetrisDecoding:
             num_assistant_tokens,
         )  # fmt: skip
         if self.streamer is not None:
-            fresh.streamer = as_row_streamer(self.streamer, input_ids)
+            fresh.committer.streamer = as_row_streamer(self.streamer, input_ids)
         with self.prepared(fresh, generation_config) as speculation:
             speculation.restart(fresh, input_ids, padding, max_length)
             speculation.run()
             stats = speculation.stats.clone()
         if not generation_config.return_dict_in_generate:
             return speculation.rows.sequences()
-        return speculation.recorder.finish(stats)
+        return speculation.committer.recorder.finish(stats)
 
     def check(
         self,
@@ -232,11 +233,10 @@ class TetrisDecoding:
             rows=rows,
             processing=LogitsProcessing(logits_processor, rows, generation_config.do_sample, self.seed is not None),
             selectors=self.selectors,
-            stopping=RowStopping(stopping_criteria, input_ids.device),
+            committer=Committer(rows, RowStopping(stopping_criteria, input_ids.device), recorder),
             capacity=capacity,
             depth=depth,
             stats=TetrisStats.zeros(rows.num_rows, depth, capacity, input_ids.device),
-            recorder=recorder,
         )
         if self.capacity == "auto":
             speculation.auto = AutoCapacity(controller_for(speculation, depth))

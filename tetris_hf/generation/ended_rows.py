@@ -32,7 +32,7 @@ class EndedRows:
         self._requests: deque[list[tuple[Request, tuple[float, float]]]] = deque()
         self._seen = self._steps = 0
         self._since: dict[int, tuple[int, float]] = {}  # step and time of admission
-        self._ends = set(speculation.stopping.eos_token_ids.tolist()) if speculation is not None else set()
+        self._ends = set(speculation.committer.stopping.eos_token_ids.tolist()) if speculation is not None else set()
 
     def admitted(self, rows: list[int]) -> None:
         """A new request begins in each of `rows`: what is heard of earlier steps is not about it."""

@@ -14,21 +14,18 @@ import torch
 
 from .auto_capacity import AutoCapacity
 from .captured_steps import CapturedSteps, StepSize
+from .committer import Committer
 from .cuda_graph import StageClock, drawing_none
 from .drafting import Draft, Drafter, Verification
 from .fingerprint import of_object
-from .outputs import OutputRecorder
-from .packed_model import PackedModel, PackedOutput
-from .packing import Packing
+from .packed_model import PackedModel
 from .processing import LogitsProcessing
 from .rejection import Accepted, rejection_sample, sample
 from .rows import Rows
 from .selection import DraftSelectorList
 from .stats import TetrisStats
-from .stopping import RowStopping
-from .streaming import RowStreamer, stream_new_tokens
 from .tensor_parallel import Lead
-from .verifier import Verifier
+from .verifier import Verified, Verifier
 
 
 @dataclass
@@ -42,12 +39,10 @@ class Speculation:
         rows (`Rows`): The batch.
         processing (`LogitsProcessing`): From the target's logits to scores.
         selectors (`DraftSelectorList`): Which drafts are verified.
-        stopping (`RowStopping`): Where rows end.
+        committer ([`Committer`]): What becomes of accepted tokens.
         capacity (`int`): C.
         depth (`int`): K.
         stats (`TetrisStats`): Counted as it goes.
-        recorder (`OutputRecorder`): Keeps what the user wants besides tokens.
-        streamer ([`RowStreamer`], *optional*): Receives tokens as they are committed.
         compiles (`bool`): Whether layers run compiled in the steps.
         captures_forwards (`bool`): Whether each forward of a step is captured in a CUDA graph of its own.
         compile_config (`CompileConfig`, *optional*): How layers are compiled.
@@ -63,12 +58,10 @@ class Speculation:
     rows: Rows
     processing: LogitsProcessing
     selectors: DraftSelectorList
-    stopping: RowStopping
+    committer: Committer
     capacity: int
     depth: int
     stats: TetrisStats
-    recorder: OutputRecorder
-    streamer: RowStreamer | None = None
     compiles: bool = False
     captures_forwards: bool = False
     compile_config: Any = None
@@ -88,7 +81,7 @@ class Speculation:
         """Generate until every row has ended."""
         self.begin()
         with self.stats.timed("prefill"):
-            self.stream(self.rows.everyone, self.prefill())
+            self.committer.stream(self.rows.everyone, self.prefill())
             ended = bool(self.rows.finished.all())
         if self.captured is not None:
             with self.stats.timed("replay"):
@@ -96,7 +89,7 @@ class Speculation:
         else:
             while not ended:
                 live = self.rows.live()
-                self.stream(live, self.step(live))
+                self.committer.stream(live, self.step(live))
                 self.stepped()
                 ended = bool(self.rows.finished.all())
         self._finish()
@@ -113,24 +106,18 @@ class Speculation:
         """
         rows = self.rows
         live = rows.everyone if live is None else live
-        rows.unfed[live] = 0
-        counts = torch.zeros_like(rows.length).index_copy_(0, live, rows.text_length(live))  # (N,)
-        packing = Packing.fitting(counts, torch.zeros_like(counts))
-        tokens = rows.read(packing.rows, packing.positions)
-        output = self.target.forward(tokens, packing, keep=packing.last[live])
-        scores = self.processing(output.logits, live, rows.length[live])  # (R, V)
+        verified = self._verifier.prompts(live)  # scores (R, V)
         if self.drafter is not None:
             if not self._begun:
-                self.drafter.begin(self.target.model, rows, scores.shape[1], self.processing.for_drafts())
+                self.drafter.begin(self.target.model, rows, verified.scores.shape[1], self.processing.for_drafts())
             if self.depth > 0:
                 self.drafter.admit(rows, live)
-        p = self._verifier.distributions(scores, live, rows.length[live])
+        p = verified.p
         first = Accepted(tokens=(p if p.dim() == 1 else sample(p))[:, None], counts=torch.ones_like(live))
         self._lead(first.tokens)
-        none = torch.zeros_like(live)
-        starts = torch.arange(len(live), device=live.device)
-        seen = Verification(live, Draft.empty(live), none, none, output.hidden_states, starts)
-        kept = self._commit(first, seen, output, scores)
+        none, states = torch.zeros_like(live), verified.output.hidden_states
+        verification = Verification(live, Draft.empty(live), none, none, states, verified.starts)
+        kept = self._commit(first, verification, verified)
         if not self._begun:
             for packed in self.packed_models():
                 packed.compiles, packed.captures = self.compiles, self.captures_forwards
@@ -161,7 +148,7 @@ class Speculation:
             self._lead(accepted.tokens, accepted.counts)
             num_accepted, states = accepted.counts - 1, verified.output.hidden_states
             verification = Verification(live, draft, lengths, num_accepted, states, verified.starts)
-            kept = self._commit(accepted, verification, verified.output, verified.scores)
+            kept = self._commit(accepted, verification, verified)
             self.stats.count(live, draft.lengths, lengths, num_accepted, kept)
             self.selectors.observe(verification)
             if self.auto is not None:
@@ -274,15 +261,15 @@ class Speculation:
         """
         self.rows.restart(input_ids, padding, max_length)
         self.rows.seeds.copy_(batch.rows.seeds)
-        self._shown = self.rows.length.clone()
         self.stats.reset()
         self._begun = False
         for packed in self.packed_models():
             packed.num_forwards = packed.num_tokens = 0
-        self.recorder, self.streamer = batch.recorder, batch.streamer
-        if self.captured is None:  # else the graphs hold equal ones
-            self.processing, self.stopping = batch.processing, batch.stopping
-        self.processing.rows = self.recorder.rows = self.rows
+        fresh = self.captured is None  # else the graphs hold equal criteria and processors
+        self.committer.restart(batch.committer, with_stopping=fresh)
+        if fresh:
+            self.processing = batch.processing
+        self.processing.rows = self.rows
         self._verifier.processing = self.processing
 
     def packed_models(self) -> list[PackedModel]:
@@ -302,8 +289,7 @@ class Speculation:
             stats.settings = dict(self.auto.steps)
             stats.capacity = max((capacity for capacity, _ in stats.settings), default=0)
         stats.draft_forwards = sum(packed.num_forwards for packed in self.packed_models()[1:])
-        if self.streamer is not None:
-            self.streamer.end()
+        self.committer.end()
 
     def _propose(self, live: torch.Tensor) -> Draft:
         """Drafts for the live rows, no deeper than any of them has room for."""
@@ -324,34 +310,9 @@ class Speculation:
         self.rows.write(live, draft.tokens, draft.lengths)
         return draft
 
-    def _commit(
-        self, accepted: Accepted, verification: Verification, output: PackedOutput, scores: torch.Tensor
-    ) -> torch.Tensor:
-        """
-        Commit what was accepted, each row cut where it ends.
-
-        Returns:
-            `torch.LongTensor` of shape `(R,)`: Tokens committed in each live row.
-        """
-        rows, live = self.rows, verification.live
-        counts = accepted.counts.masked_fill(rows.finished[live] | (rows.unfed[live] > 0), 0)
-        rows.write(live, accepted.tokens, counts)
-        kept, finished = self.stopping(rows, live, accepted.tokens, counts)
-        self.recorder.record(verification, kept, output, scores)
-        rows.commit(live, kept, finished)
-        self.stopping.settle(rows)
+    def _commit(self, accepted: Accepted, verification: Verification, verified: Verified) -> torch.Tensor:
+        """Tokens committed in each live row, `(R,)`, of which the drafter is told."""
+        kept = self.committer(accepted, verification, verified.output, verified.scores)
         if self.drafter is not None:
-            self.drafter.observe(rows, verification)
+            self.drafter.observe(self.rows, verification)
         return kept
-
-    def stream(self, live: torch.Tensor, kept: torch.Tensor) -> None:
-        """Show the streamer what is new and certain to stay: up to the column about which all criteria were asked."""
-        if self.streamer is None:
-            return
-        rows, settled = self.rows, self.stopping.settled
-        if settled is not None:
-            until = rows.length.clamp(max=settled)
-            live, kept = rows.everyone, until - self._shown
-            self._shown = until
-        live, kept = live[kept > 0], kept[kept > 0]
-        stream_new_tokens(self.streamer, rows, live, kept, settled)

@@ -79,8 +79,8 @@ def _is_whole(speculation: Speculation) -> bool:
     """Whether a step can be captured as one."""
     return (
         speculation.processing.fingerprint() is not None
-        and speculation.stopping.fingerprint() is not None
-        and not speculation.recorder.wants_any
+        and speculation.committer.stopping.fingerprint() is not None
+        and not speculation.committer.recorder.wants_any
         and (speculation.drafter is None or speculation.drafter.is_capturable)
         and all(getattr(selector, "is_capturable", False) for selector in speculation.selectors)
     )
@@ -91,7 +91,7 @@ def _key(speculation: Speculation, compile_config: Any) -> Hashable:
     whole = _is_whole(speculation)
     return (
         whole,
-        (speculation.processing.fingerprint(), speculation.stopping.fingerprint()) if whole else None,
+        (speculation.processing.fingerprint(), speculation.committer.stopping.fingerprint()) if whole else None,
         speculation.rows.num_rows,
         speculation.target.cache.pool_size,
         speculation.rows.pad_token_id,
@@ -151,7 +151,7 @@ def _keep(model: PreTrainedModel, key: Hashable, speculation: Speculation) -> No
     if any(drafting is model for drafting in (speculation.drafter.models if speculation.drafter is not None else ())):
         return _end(speculation)  # a model that drafts for itself
     speculation.target.model = None
-    speculation.streamer = None
+    speculation.committer.streamer = None
     steps = _kept.setdefault(model, [])
     steps.append((key, speculation))
     while len(steps) > MAX_KEPT:

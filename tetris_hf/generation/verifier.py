@@ -23,7 +23,7 @@ class Verified:
 
     Attributes:
         output (`PackedOutput`): Of the tokens that were judged, in packed order, without prompt tokens but the last.
-        scores (`torch.FloatTensor` of shape `(T, V)`): Its processed scores.
+        scores (`torch.FloatTensor` of shape `(T, V)`): Its processed scores, or `(R, V)` of new prompts.
         p (`torch.Tensor`): Its distributions, as [`rejection_sample`] takes them.
         starts (`torch.LongTensor` of shape `(R,)`): Packed index of each live row's first one.
     """
@@ -76,9 +76,27 @@ class Verifier:
         scores = self.processing(output.logits, judged.rows, columns)
         # A row that takes no part may start behind the last token.
         starts = judged.starts[live].clamp(max=judged.num_tokens - 1)
-        return Verified(output, scores, self.distributions(scores, judged.rows, columns), starts)
+        return Verified(output, scores, self._distributions(scores, judged.rows, columns), starts)
 
-    def distributions(self, scores: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def prompts(self, live: torch.Tensor) -> Verified:
+        """
+        One forward over the new prompts of the rows `live`, packed, of which only the last tokens are judged.
+
+        Args:
+            live (`torch.LongTensor` of shape `(R,)`): Rows with a new prompt.
+        """
+        rows = self.rows
+        rows.unfed[live] = 0
+        counts = torch.zeros_like(rows.length).index_copy_(0, live, rows.text_length(live))  # (N,)
+        packing = Packing.fitting(counts, torch.zeros_like(counts))
+        tokens = rows.read(packing.rows, packing.positions)
+        output = self.target.forward(tokens, packing, keep=packing.last[live])
+        columns = rows.length[live]
+        scores = self.processing(output.logits, live, columns)  # (R, V)
+        starts = torch.arange(len(live), device=live.device)
+        return Verified(output, scores, self._distributions(scores, live, columns), starts)
+
+    def _distributions(self, scores: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """float32 `(T, V)` when sampling, else `(T,)`: the token at which each is one."""
         if self.processing.do_sample:
             return scores.softmax(-1)
