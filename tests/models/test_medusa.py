@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from scipy.stats import chisquare
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tetris_hf import FixedWindowSelector, TetrisSelector
 from tetris_hf.models import MedusaConfig, MedusaDrafter, MedusaHeads
@@ -67,6 +68,32 @@ def test_one_product_equals_a_loop(bias, shared, reads):
     if reads:
         with pytest.raises(ValueError, match="pass its input embeddings as `next_embeds`"):
             heads(states, lm_head)
+
+
+class LargestMade(TorchDispatchMode):
+    """The most elements of a tensor that is new, not a view."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not func.is_view:
+            self.most = max(self.most, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("reads", [True, False])
+@torch.no_grad()
+def test_no_weight_is_copied(shared, reads):
+    """A product over some of the heads that lie apart in memory would copy them first, which costs more than it."""
+    heads = heads_for(num_heads=4, num_layers=3, original_lm_head=shared, medusa_reads_next_token=reads)
+    lm_head = nn.Linear(HIDDEN, kit.VOCABULARY, bias=False) if shared else None
+    state = torch.randn(1, HIDDEN)
+    for num_heads in (1, 2, 3, 4):
+        with LargestMade() as made:
+            heads(state, lm_head, num_heads=num_heads, next_embeds=state if reads else None)
+        assert made.most <= num_heads * max(HIDDEN, kit.VOCABULARY) < HIDDEN**2
 
 
 def test_new_heads_are_the_target_itself_and_independent():

@@ -129,12 +129,14 @@ class MedusaHeads(PreTrainedModel):
             `ValueError`: If the heads read the next token and `next_embeds` is missing.
         """
         num_heads = self.config.medusa_num_heads if num_heads is None else num_heads
-        told = None if self.token_weight is None else _told(self.token_weight[:, :num_heads], next_embeds)
+        embeds = None if self.token_weight is None else _scaled(next_embeds, self.weight)  # (R, hidden_size)
         x = hidden_states.to(self.weight).expand(num_heads, *hidden_states.shape)  # (num_heads, R, hidden_size)
         for layer in range(self.config.medusa_num_layers):
             inner = torch.bmm(x, self.weight[layer, :num_heads].transpose(1, 2))
-            if told is not None:
-                inner = inner + told[layer]
+            if self.token_weight is not None and embeds is not None:
+                # The first heads of one layer lie side by side; those of all layers do not, and would be copied.
+                told = embeds @ self.token_weight[layer, :num_heads].flatten(0, 1).T  # (R, num_heads * hidden_size)
+                inner = inner + told.unflatten(1, (num_heads, -1)).transpose(0, 1)
             if self.bias is not None:
                 inner = inner + self.bias[layer, :num_heads, None]
             x = x + nn.functional.silu(inner)
@@ -204,10 +206,8 @@ class MedusaHeads(PreTrainedModel):
         return heads
 
 
-def _told(weight: torch.Tensor, next_embeds: torch.Tensor | None) -> torch.Tensor:
-    """What the next token adds in every block, `(layers, num_heads, R, hidden_size)`, in one product."""
+def _scaled(next_embeds: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    """As large whatever the target's embeddings are, so that U learns at W's pace; of the kind of `weight`."""
     if next_embeds is None:
         raise ValueError("These heads read the next token: pass its input embeddings as `next_embeds`.")
-    # As large whatever the target's embeddings are, so that U learns at W's pace.
-    embeds = nn.functional.rms_norm(next_embeds.to(weight), next_embeds.shape[-1:], eps=1e-6)
-    return embeds @ weight.transpose(-1, -2)
+    return nn.functional.rms_norm(next_embeds.to(weight), next_embeds.shape[-1:], eps=1e-6)
