@@ -5,9 +5,10 @@
 
 The real engine (`generate_batch`), requests taking the place of those that end, as in the paper's setting of a
 constant load. Of each trial the middle is timed: from the N-th answer to the N-th last but one, in which the batch is
-full and requests come and go, prefills included. Latency is the mean time from an answer's row to its end. Every trial
-has its own shuffle of the prompts, the same for all settings; given are the median of the trials and all of them. What
-matters most comes first, and nothing new is begun after `--time-limit`.
+full and requests come and go, prefills included. Latency is the mean time from the row of an answer to its end; p50
+and p95 are over all trials. Every trial has its own shuffle of the prompts, the same for all settings; given
+are the median of the trials and all of them. What matters most comes first, and nothing new is begun after
+`--time-limit`.
 """
 
 from __future__ import annotations
@@ -119,13 +120,15 @@ def measure(
     start = time.perf_counter()
     tetris_hf.generate_batch(target, short, **settings)
     warm_up = time.perf_counter() - start
-    speeds, latencies, counts = [], [], torch.zeros(4, dtype=torch.long)
+    speeds, latencies, waits, counts = [], [], [], torch.zeros(4, dtype=torch.long)
     for trial in range(trials):
         requests = served_order(prompts, num_rows * per_row, trial)
         answers = tetris_hf.iterate_batch(target, requests, **settings)
         middle, tokens, seconds = timed_middle(answers, num_rows, len(requests))
         speeds.append(tokens / seconds)
-        latencies.append(statistics.fmean(answer.lifespan[1] - answer.lifespan[0] for answer in middle))
+        lasted = [answer.lifespan[1] - answer.lifespan[0] for answer in middle]
+        latencies.append(statistics.fmean(lasted))
+        waits += lasted
         for answer in middle:
             # The prompt's own forward gives the first token.
             counts += torch.tensor([len(answer.generated_tokens) - 1, answer.steps, answer.verified, answer.accepted])
@@ -133,6 +136,8 @@ def measure(
     return {
         "tokens_per_second": statistics.median(speeds),
         "latency": statistics.median(latencies),
+        "latency_p50": statistics.median(waits),
+        "latency_p95": statistics.quantiles(waits, n=20, method="inclusive")[-1],
         "speeds": speeds,
         "latencies": latencies,
         "tokens_per_step": generated / steps,
