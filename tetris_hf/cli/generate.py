@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
         "--num-assistant-tokens",
         type=options.positive,
         metavar="K",
-        help="draft tokens proposed per prompt and step (default: the assistant's own, else ceil(C / N) + 2); with "
+        help="draft tokens proposed per prompt and step (default: the assistant's own, else C // N + 1); with "
         "`auto` the most (default: 6)",
     )
     group = parser.add_argument_group("output")

@@ -54,7 +54,7 @@ class TetrisDecoding:
             between steps, for most tokens per second, from what drafts promise, what was accepted and what steps cost.
         num_assistant_tokens (`int`, *optional*):
             K, draft tokens proposed per row and step. By default what the call or the assistant's generation config
-            says, else `ceil(C / N) + 2`. With `"auto"` the largest K, by default 6.
+            says, else `C // N + 1`. With `"auto"` the largest K, by default 6.
         selector ([`DraftSelector`] or a list of them, *optional*):
             Which drafts are verified, by default [`TetrisSelector`].
         streamer ([`RowStreamer`] or `BaseStreamer`, *optional*):
@@ -253,7 +253,7 @@ class TetrisDecoding:
         return [model, *(self.drafter.models if self.drafter is not None else [])]
 
     def _depth(self, num_rows: int, call: int | None, generation_config: GenerationConfig) -> int:
-        """K: the call's, this object's, the assistant's, else a little deeper than an even share of the budget."""
+        """K: the call's, this object's, the assistant's, else one more than an even share of the budget."""
         assistant = getattr(getattr(self.drafter, "model", None), "generation_config", None)
         in_config = generation_config.num_assistant_tokens
         if in_config == GenerationConfig()._get_default_generation_params().get("num_assistant_tokens"):
@@ -261,7 +261,7 @@ class TetrisDecoding:
         for depth in (call, self.num_assistant_tokens, in_config, getattr(assistant, "num_assistant_tokens", None)):
             if depth is not None:
                 return int(depth)
-        return MAX_DEPTH if self.capacity == "auto" else -(-int(self.capacity) // num_rows) + 2
+        return MAX_DEPTH if self.capacity == "auto" else int(self.capacity) // num_rows + 1
 
 
 def _as_drafter(assistant: Any) -> Drafter | None:
