@@ -185,7 +185,8 @@ def depth_of(out) -> int:
 
 def test_depth_comes_from_call_then_object_then_assistant_then_budget(target, batch):
     assistant = kit.near(target)
-    assert depth_of(kit.speculate(target, batch, assistant, 7)) == 5, "ceil(7 / 3) + 2"
+    for capacity, depth in ((2, 1), (7, 3), (12, 5)):
+        assert depth_of(kit.speculate(target, batch, assistant, capacity)) == depth, "C // 3 + 1"
     assistant.generation_config.num_assistant_tokens = 4
     assert depth_of(kit.speculate(target, batch, assistant, 7)) == 4
     assert depth_of(kit.speculate(target, batch, assistant, 7, depth=3)) == 3

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .cuda_graph import CudaGraph, LateCopies, StageClock
+from .cuda_graph import CudaGraph, LateCopies, StageClock, drawing_none
 from .fusing import fusing
 
 
@@ -38,26 +38,31 @@ class StepSize(NamedTuple):
 
 class CapturedSteps:
     """
-    Steps of a [`Speculation`] with fixed shapes, captured. All rows must have ended, so that no trace is left but the
+    Steps of a [`Speculation`] with fixed shapes, captured: those of its [`~Speculation.sizes`].
+
+    They are captured on a batch of its own, of prompts of one token, all of them ended: so no trace is left but the
     memory that every replay finds again.
 
     Args:
-        speculation ([`Speculation`]): Its prompts computed, its rows ended.
-        sizes (`list[StepSize]`): Which steps to capture.
+        speculation ([`Speculation`]): What steps do.
 
     Raises:
         [`CannotCapture`]: If some part of a step waits for the device.
     """
 
-    def __init__(self, speculation: Speculation, sizes: list[StepSize]):
+    def __init__(self, speculation: Speculation):
         self.speculation = speculation
         self.graphs: dict[StepSize, CudaGraph[torch.Tensor]] = {}
         self._clocks: dict[StepSize, StageClock] = {}
         self._work: dict[StepSize, list[tuple[PackedModel, int, int]]] = {}
-        with fusing(speculation.compiles):
-            # The deepest first: what a drafter learns by place has its final shape then.
-            for size in sorted(sizes, key=lambda size: -size.depth):
-                self._capture(size)
+        rows = speculation.rows
+        with drawing_none(rows.tokens.device):
+            speculation.begin_again(rows.tokens.new_full((rows.num_rows, 1), rows.pad_token_id))
+            rows.finished.fill_(True)
+            with fusing(speculation.compiles):
+                # The deepest first: what a drafter learns by place has its final shape then.
+                for size in sorted(speculation.sizes(), key=lambda size: -size.depth):
+                    self._capture(size)
 
     def _capture(self, size: StepSize) -> None:
         speculation = self.speculation

@@ -15,9 +15,8 @@ import torch
 from .auto_capacity import AutoCapacity
 from .captured_steps import CapturedSteps, StepSize
 from .committer import Committer
-from .cuda_graph import StageClock, drawing_none
+from .cuda_graph import StageClock
 from .drafting import Draft, Drafter, Verification
-from .fingerprint import of_object
 from .packed_model import PackedModel
 from .processing import LogitsProcessing
 from .rejection import Accepted, rejection_sample, sample
@@ -48,7 +47,7 @@ class Speculation:
         compile_config (`CompileConfig`, *optional*): How layers are compiled.
         feeds (`tuple[int, ...]`, *optional*, defaults to `(0,)`):
             Prompt tokens of rows admitted on the way that a step can take in besides, if steps have fixed shapes.
-        captured ([`CapturedSteps`], *optional*): Whole steps of all rows ([`capture`]).
+        captured ([`CapturedSteps`], *optional*): Whole steps of all rows, which [`run`] and [`advance`] then replay.
         auto ([`AutoCapacity`], *optional*): Sets `capacity` and `depth` between steps.
         clock ([`StageClock`]): Times the stages of a step that is being captured.
     """
@@ -221,33 +220,12 @@ class Speculation:
         finally:
             self.capacity, self.depth = before
 
-    def capture(self) -> None:
-        """
-        Capture steps of all rows in CUDA graphs, which [`run`] and [`advance`] then replay.
-
-        Runs on a batch of its own, of prompts of one token, all of them ended: so the capture leaves no trace but the
-        memory that every later call finds again.
-
-        Raises:
-            [`CannotCapture`]: If some part of a step waits for the device.
-        """
-        rows = self.rows
-        with drawing_none(rows.tokens.device):
-            self.begin_again(rows.tokens.new_full((rows.num_rows, 1), rows.pad_token_id))
-            rows.finished.fill_(True)
-            self.captured = CapturedSteps(self, self.sizes())
-
     def begin_again(self, input_ids: torch.Tensor) -> None:
         """Begin a batch that is nobody's, with prompts of shape `(N, W)` without padding."""
         self.rows.restart(input_ids, torch.zeros_like(self.rows.padding), self.rows.width)
         self.target.cache.share()
         self._begun = False
         self.prefill()
-
-    def users(self) -> list[Any]:
-        """Objects of the caller's that hold tensors of this batch, and so can work for one batch at a time."""
-        drafters = getattr(self.drafter, "drafters", [self.drafter])
-        return [*drafters, *(selector for selector in self.selectors if isinstance(of_object(selector), int))]
 
     def restart(self, batch: Speculation, input_ids: torch.Tensor, padding: torch.Tensor, max_length: int) -> None:
         """

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .captured_steps import CapturedSteps
 from .cuda_graph import CannotCapture
 from .fingerprint import of_model, of_object
 from .speculation import Speculation
@@ -46,7 +47,7 @@ def prepared(fresh: Speculation, compile_config: Any = None) -> Iterator[Specula
     speculation = _take(model, key, fresh.rows.width) if fresh.rows.fixed_shapes else None
     if speculation is None:
         speculation = fresh
-        _make_room(model, fresh.users())
+        _make_room(model, _users(fresh))
         if fresh.rows.fixed_shapes:
             _capture(fresh, compile_config)
         if fresh.auto is not None:
@@ -119,7 +120,8 @@ def _capture(speculation: Speculation, compile_config: Any) -> None:
         return
     while model not in _uncaptured:
         try:
-            return speculation.capture()
+            speculation.captured = CapturedSteps(speculation)
+            return
         except CannotCapture as error:
             _end(speculation)
             if speculation.compiles:
@@ -166,9 +168,15 @@ def _make_room(model: PreTrainedModel, users: Iterable[Any]) -> None:
     shared = {id(user) for user in users}
     for its_model, steps in list(_kept.items()):
         for entry in list(steps):
-            if shared & {id(user) for user in entry[1].users()} or (its_model is model and len(steps) >= MAX_KEPT):
+            if shared & {id(user) for user in _users(entry[1])} or (its_model is model and len(steps) >= MAX_KEPT):
                 steps.remove(entry)
                 _end(entry[1])
+
+
+def _users(speculation: Speculation) -> list[Any]:
+    """Objects of the caller's that hold tensors of this batch, and so can work for one batch at a time."""
+    drafters = getattr(speculation.drafter, "drafters", [speculation.drafter])
+    return [*drafters, *(selector for selector in speculation.selectors if isinstance(of_object(selector), int))]
 
 
 def _end(speculation: Speculation) -> None:
