@@ -147,9 +147,9 @@ def run(args: argparse.Namespace) -> None:
         batches = padded_batches(tokenizer, texts, num_rows, -(-args.min_prompts // num_rows), target.device)
         bench = Bench(target, batches, drafters, args.max_new_tokens, args.sample)
         records, reference = [], None
-        # Row by row: as fast whatever N is, and measured once.
-        skipped = {"assisted"} if num_rows > min(args.batch_sizes) else set()
-        contenders = [name for name in args.contenders if name not in skipped]
+        # What serves row by row is as fast whatever N is, and is measured once.
+        smallest = num_rows == min(args.batch_sizes)
+        contenders = [name for name in args.contenders if smallest or name != "assisted"]
         for setting in settings_for(contenders, deepest, num_rows, args.windows, args.depths, args.ratios):
             if time.perf_counter() - start > args.time_limit:
                 left_out.append(f"N = {num_rows}: {setting}")

@@ -57,6 +57,9 @@ def main() -> None:
     matrix = target.get_output_embeddings().weight
     if args.init:
         heads = MedusaHeads.from_pretrained(args.init, dtype=torch.float32).to(accelerator.device)
+        heads.as_drafter().check(target)
+        if not heads.config.original_lm_head:
+            parser.error("--init: heads with output matrices of their own are not trained here; give heads without.")
     else:
         heads = new_heads(args, target).to(accelerator.device)
     num_heads, reads_next_token = heads.config.medusa_num_heads, heads.config.medusa_reads_next_token

@@ -228,6 +228,22 @@ def test_what_was_learned_is_there_in_the_next_call():
     assert torch.equal(controller.gains, fresh.gains)
 
 
+def test_a_call_begins_with_a_trial_once_it_has_been_earned():
+    controller = CapacityController(64, table(h100(0.0005), 64), DEPTH)
+    world, everyone = World(64, 0.02, spread=0.0, steps=40), torch.ones(64, dtype=torch.bool)
+    setting, number = controller.begin(), 0
+    while setting != (0, 0):
+        controller.observe(world.step(number, *setting, everyone)[0])
+        setting, number = controller.decide(), number + 1
+    assert controller.begin() == (0, 0), "nothing has been earned yet"
+    for _ in range(3):  # of 16 steps each, fewer than it takes within a call
+        assert controller.decide() == (0, 0)
+    assert controller.begin() != (0, 0), "48 steps have paid for a trial"
+    controller.observe(world.step(number, *controller.setting, everyone)[0])
+    assert controller.decide() == (0, 0)
+    assert controller.begin() == (0, 0), "the next trial has to be earned"
+
+
 def test_steps_of_ended_rows_and_steps_without_drafts_teach_nothing():
     """A capture runs on ended rows; it must leave no trace."""
     world, none = World(7, 0.6, steps=4), torch.zeros(7, dtype=torch.bool)

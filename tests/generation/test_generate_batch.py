@@ -166,7 +166,8 @@ def test_rows_share_what_memory_there_is(monkeypatch, name, room, device):
         {"input_ids": ids, "max_new_tokens": new}
         for ids, new in zip(prompts(12), [150, 3, 9, 20, 130, 5, 9, 170, 2, 8, 140, 4], strict=True)
     ]
-    outputs = generate_batch(target, given, DRAFTERS[name](target), 6, 4, 3, progress_bar=False, do_sample=False)
+    drafter = DRAFTERS[name](target).to(device)
+    outputs = generate_batch(target, given, drafter, 6, 4, 3, progress_bar=False, do_sample=False)
     for one, output in zip(given, outputs, strict=True):
         assert output.generated_tokens == alone(target, one["input_ids"], max_new_tokens=one["max_new_tokens"])
     if room < 10**6:

@@ -36,8 +36,8 @@ class Verified:
 
 class Verifier:
     """
-    Runs the target over each row's last committed token and its selected drafts, and over prompt tokens of rows that
-    wait; nothing else.
+    Runs the target over each row's last committed token and its selected drafts, over prompt tokens of rows that wait,
+    and over new prompts ([`~Verifier.prompts`]); nothing else.
 
     Args:
         target (`PackedModel`): The model and its cache.
