@@ -144,7 +144,9 @@ class Bench:
     def _ours(self, setting: Setting) -> Output:
         output = Output()
         kwargs: dict[str, Any] = {"tetris_capacity": setting.capacity}
-        if setting.drafter is not None:
+        if setting.contender == "auto":
+            kwargs = {"tetris_capacity": "auto", "assistant_model": self.drafters[setting.drafter]}
+        elif setting.drafter is not None:
             selector = (
                 tetris_hf.FixedWindowSelector(setting.depth)
                 if setting.contender == "fixed"

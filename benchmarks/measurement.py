@@ -111,6 +111,8 @@ def measure(
     for name in ("mean_accepted", "vsr", "ter", "target_tokens", "draft_forwards"):
         value = getattr(stats, name, None)
         record[name] = None if value is None or math.isnan(value) else value
+    chosen = stats.settings if stats else {}
+    record["settings"] = {f"C={capacity}, K={depth}": steps for (capacity, depth), steps in chosen.items()} or None
     record["acceptance"] = [None if math.isnan(a) else a for a in stats.acceptance.tolist()] if stats else None
     record["host_seconds"] = dict(stats.seconds) if stats else None
     record["step_seconds"] = dict(stats.step_seconds) if stats else None

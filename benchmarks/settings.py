@@ -15,6 +15,7 @@ CONTENDERS = {
     "c0": "ours, C = 0",
     "fixed": "ours, fixed window",
     "tetris": "ours, TETRIS",
+    "auto": 'ours, C = "auto"',
 }
 STOCK = ("dynamic", "static", "batch", "assisted")
 
@@ -63,12 +64,14 @@ def settings_for(
     """
     found: dict[Setting, None] = {}  # a set that keeps the order
     for contender in (name for name in CONTENDERS if name in contenders):
-        if contender not in ("assisted", "fixed", "tetris"):
+        if contender not in ("assisted", "fixed", "tetris", "auto"):
             found[Setting(contender, capacity=0 if contender == "c0" else None)] = None
             continue
         for drafter, deepest in drafters.items():
             if contender == "assisted" and drafter != "medusa":  # stock has no Medusa heads
                 found[Setting(contender, drafter, max(depths) if drafter == "lookup" else None)] = None
+            if contender == "auto":
+                found[Setting(contender, drafter)] = None
             if contender == "fixed":
                 for window in windows:
                     if deepest is None or window <= deepest:

@@ -91,6 +91,7 @@ def test_every_setting_of_a_scaled_target_is_measured_and_exact(bench, folder, t
             expected += [("fixed", drafter, window, window * num_rows) for window in range(1, deepest + 1)]
         expected += [("tetris", "shallow", 3, num_rows), ("tetris", "medusa", 2, num_rows)]
         expected += [("tetris", "lookup", 3, num_rows)]
+        expected += [("auto", drafter, None, None) for drafter in ("shallow", "medusa", "lookup")]
         assert keys == expected
         for record in some:
             # In float32 everybody's greedy text is the same, so everybody counts the same tokens.
@@ -100,6 +101,7 @@ def test_every_setting_of_a_scaled_target_is_measured_and_exact(bench, folder, t
             speeds = [tokens / s for tokens, s in zip(record["tokens"], record["seconds"], strict=True)]
             assert record["tokens_per_second_min"] == min(speeds) and record["tokens_per_second_max"] == max(speeds)
             assert record["tokens_per_second"] == pytest.approx(sum(speeds) / 2)
+            assert (record["contender"] == "auto") == bool(record.get("settings"))
             if record["contender"] in ("c0", "fixed", "tetris"):
                 assert record["mean_accepted"] >= 1 and record["steps"] <= 5
                 assert record["vsr"] is None if record["contender"] == "c0" else 0 <= record["vsr"] <= 1
@@ -192,11 +194,12 @@ def test_settings_are_all_there_once(bench, num_rows):
     Setting = bench["settings"].Setting
     drafters = {"medusa": 4, "lookup": None}
     windows, depths, ratios = [1, 3, 5], [4, 6], [0.25, 1, 4]
-    contenders = ["tetris", "fixed", "c0", "dynamic", "assisted"]
+    contenders = ["auto", "tetris", "fixed", "c0", "dynamic", "assisted"]
     found = bench["settings"].settings_for(contenders, drafters, num_rows, windows, depths, ratios)
     expected = {Setting("dynamic"), Setting("c0", capacity=0), Setting("assisted", "lookup", 6)}
     for drafter, deepest in (("medusa", 4), ("lookup", 100)):
         expected |= {Setting("fixed", drafter, w, w * num_rows) for w in windows if w <= deepest}
+        expected.add(Setting("auto", drafter))
         for depth in depths:
             for ratio in ratios:
                 depth, capacity = min(depth, deepest), max(1, round(ratio * num_rows))

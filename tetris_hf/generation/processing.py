@@ -13,11 +13,13 @@ from transformers.generation.logits_process import (
     LogitsProcessor,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
+    TopPLogitsWarper,
 )
 
 from .fingerprint import of_object
 from .rows import Rows
 from .seeded_noise import gumbel_noise
+from .top_p_kernel import keep_top_p, kernel_serves
 
 
 def _named(*names: str) -> frozenset[type]:
@@ -122,7 +124,9 @@ class LogitsProcessing:
         """
         scores = logits
         for processor in self.processors:
-            if type(processor) in HISTORY_FREE:
+            if type(processor) is TopPLogitsWarper and kernel_serves(scores, processor.min_tokens_to_keep):
+                scores = keep_top_p(scores, processor.top_p, processor.filter_value)
+            elif type(processor) in HISTORY_FREE:
                 scores = processor(None, scores)
             else:
                 scores = self._by_width(processor, scores, rows, columns)
