@@ -99,7 +99,7 @@ def test_a_catching_up_drafter_knows_the_whole_text(monkeypatch):
         settings = [(0, 0), (15, 3)]
         interval = 3
 
-        def begin(self):
+        def begin(self, closed):
             turns.append(0)
             return self.settings[0]
 

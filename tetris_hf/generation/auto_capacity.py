@@ -83,7 +83,8 @@ class AutoCapacity:
     def begin(self, speculation: Speculation) -> None:
         """Start a call."""
         self.steps = {}
-        speculation.capacity, speculation.depth = self.controller.begin()
+        self._gone = torch.zeros(2, speculation.rows.num_rows, dtype=torch.long)
+        speculation.capacity, speculation.depth = self.controller.begin(closed=not speculation.refills)
         self._open()
 
     def _open(self) -> None:
@@ -105,11 +106,22 @@ class AutoCapacity:
             return
         gains = self.controller.gains.cpu()  # waits for the steps, so that the clock tells their time
         seconds = (time.perf_counter() - self._start) / self._count if self._pure else None
+        if not speculation.refills:
+            self._look_at_rows(speculation, drafted=setting[1] > 0)
         speculation.capacity, speculation.depth = self.controller.decide(seconds, gains)
         self._open()
         if setting[1] == 0 and speculation.depth > 0:
             speculation.catch_up()
             self._pure = False
+
+    def _look_at_rows(self, speculation: Speculation, drafted: bool) -> None:
+        """Show the controller how far each row came in the steps since the last look, if they were with drafts."""
+        stats, rows = speculation.stats, speculation.rows
+        remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
+        counts = torch.stack([stats.accepted.sum(1) + stats.bonus, stats.live_steps, remaining]).cpu()  # (3, N)
+        if drafted:
+            self.controller.slowest.observe(*(counts[:2] - self._gone), counts[2])
+        self._gone = counts[:2]
 
 
 class _StepTimer:

@@ -14,6 +14,7 @@ from .calibration import AcceptanceCalibration
 from .cost_table import CostTable
 from .drafting import Verification
 from .expected_gains import best_sums, learn_gains, learn_rates, learn_trust
+from .slowest_row import SlowestRow
 
 
 # C / N, and the K worth trying with each: at most 16 settings with C = 0, since each may become a captured graph.
@@ -33,7 +34,7 @@ class CapacityController:
     Every step says what *any* setting would have gained, as in DSpark and vLLM's adaptive verification, but by
     calibrated chances: the expected number of accepted tokens of C and K is the sum of the C largest prefix scores at
     the first K places (TETRIS paper, Theorem 1). The seconds come from a [`CostTable`] that the steps themselves
-    correct.
+    correct. In a closed batch, whose end is that of its slowest row, only a share of the gain counts ([`SlowestRow`]).
 
     **Sampling stays exact**: C and K are fixed before a step, by earlier steps and by clocks alone, so whether a token
     is verified never depends on that token (`docs/algorithm.md`).
@@ -53,6 +54,7 @@ class CapacityController:
         setting (`tuple[int, int]`): The one in force.
         interval (`int`): Steps to run before the next [`decide`].
         gains (`torch.FloatTensor` of shape `(S,)`): Expected accepted tokens per live row and step, by setting.
+        slowest ([`SlowestRow`]): What is known of closed batches.
 
     Raises:
         `ValueError`: If `num_rows` or `max_depth` is under 1, or a setting has K < 1, K > `max_depth` or C < 1.
@@ -78,6 +80,8 @@ class CapacityController:
         self.num_rows, self.max_depth = num_rows, max_depth
         self.table: CostTable = table  # type: ignore[assignment]  # given later, before the first call
         self.settings = [(0, 0), *dict.fromkeys(wanted)]
+        self.slowest = SlowestRow(num_rows)
+        self._closed = False
         self.calibration = AcceptanceCalibration(max_depth)
         self.calibration.slope = self.calibration.slope.to(device)
         self.calibration.shift = self.calibration.shift.to(device)
@@ -96,6 +100,7 @@ class CapacityController:
     def reset(self) -> None:
         """Forget what was learned, but for the corrections of the table."""
         self.calibration.reset()
+        self.slowest = SlowestRow(self.num_rows)
         for state in (self._steps, self._outcome, self._rated):
             state.zero_()
         self._rates.fill_(_EXPECTED)
@@ -106,15 +111,19 @@ class CapacityController:
         self._idle = self._windows = 0
         self.interval, self.setting = _INTERVAL, (0, 0)
 
-    def begin(self) -> tuple[int, int]:
+    def begin(self, closed: bool = False) -> tuple[int, int]:
         """
         Start a call: with the setting that was in force at the end of the last one. If that was C = 0, drafts are
         tried again, if trials have not cost too much lately.
 
+        Args:
+            closed (`bool`, *optional*, defaults to `False`): Whether rows that end are not replaced.
+
         Returns:
             `tuple[int, int]`: C and K.
         """
-        self._windows = _DWELL
+        self._closed, self._windows = closed, _DWELL
+        self.slowest.begin()
         if not self._knows:
             self.setting = self._best(self._expected)
             self._trying = self.setting != (0, 0)
@@ -216,8 +225,9 @@ class CapacityController:
         return max(self.settings, key=lambda one: self._speed(one, gains))
 
     def _speed(self, setting: tuple[int, int], gains: list[float]) -> float:
-        """Tokens per live row and second."""
-        return (1 + gains[self.settings.index(setting)]) / self.table.step_seconds(*setting)
+        """Tokens per live row and second; in a closed batch, those by which its end comes nearer."""
+        share = self.slowest.share if self._closed else 1.0
+        return (1 + share * gains[self.settings.index(setting)]) / self.table.step_seconds(*setting)
 
 
 def candidates(

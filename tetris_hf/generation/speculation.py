@@ -174,6 +174,11 @@ class Speculation:
         elif self.drafter is not None and self.depth > 0:
             self.drafter.admit(self.rows, live)
 
+    @property
+    def refills(self) -> bool:
+        """Whether rows that end make room for others."""
+        return self.feeds != (0,)
+
     def begin(self) -> None:
         """Before the prompts of a call."""
         if self.auto is not None:
