@@ -40,7 +40,7 @@ def few_rows(num_rows, capacity, depth):
 
 
 def many_rows(num_rows, capacity, depth):
-    """An H200 at N = 128, where every verified token costs: 6.2 ms at C = 0, 8.6 at K = 2, C = 128, 10.4 at C = 256."""
+    """An H200 at N = 128, where every verified token costs: 6.2 ms at C = 0, 8.6 at K = 2 with C = 128."""
     return (6.2 + (0.3 + 0.0145 * capacity + 0.12 * depth if capacity else 0.0)) / 1e3
 
 

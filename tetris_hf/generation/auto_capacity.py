@@ -120,7 +120,8 @@ class AutoCapacity:
         remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
         counts = torch.stack([stats.accepted.sum(1) + stats.bonus, stats.live_steps, remaining]).cpu()  # (3, N)
         if drafted:
-            self.controller.slowest.observe(*(counts[:2] - self._gone), counts[2])
+            tokens, steps = counts[:2] - self._gone
+            self.controller.slowest.observe(tokens, steps, counts[2])
         self._gone = counts[:2]
 
 

@@ -8,35 +8,40 @@ from __future__ import annotations
 import torch
 
 
-# Steps at the mean pace that every row is given beforehand: a row's own few steps say little of the rest of its text.
-_STEPS_AT_MEAN = 16
-# The most that one look changes, and the least mean gain from which something can be told.
-_FOLLOW, _LEAST_GAIN = 0.5, 0.05
+# What is taken for the share of many rows before anything was seen; a single row is its own slowest one.
+_EXPECTED = 0.4
+# Steps at the mean pace that each row is given beforehand: few steps of its own say little of the rest of its text.
+_STEPS_AT_MEAN = 8
+# Steps after which a batch's own rows count as much as earlier batches, and how much of a batch later ones keep.
+_STEPS, _KEEP = 16, 0.5
+# The least mean gain, in tokens per step, from which a share can be told.
+_LEAST_GAIN = 0.05
 
 
 class SlowestRow:
     """
-    Follows, for a batch in which rows that end are not replaced, the share of the mean gain that counts: if a row gains
-    g tokens per step on average beyond the one of C = 0, the rest of the batch needs `1 + share * g` times fewer steps.
+    Follows, for a batch in which rows that end are not replaced, the share of the mean gain that counts: if a row
+    gains g tokens per step on average beyond the one of C = 0, the rest of the batch needs `1 + share * g` times fewer
+    steps. It begins with what was seen in earlier batches and turns to that of the batch's own rows.
 
     Args:
-        num_rows (`int`): N. A single row is its own slowest one: its share is 1.
+        num_rows (`int`): N.
 
     Attributes:
-        share (`float`):
-            For the rows that are left. A call begins with what was seen in others while half of the rows were left at
-            least; the first one with .45, or more the fewer rows there are.
+        share (`float`): For the rows that are left, from 0 to 1.
     """
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
-        self._at_first = 0.45 + 0.55 / num_rows
-        self.begin()
+        self._at_first = self.share = _EXPECTED + (1 - _EXPECTED) / num_rows
+        self._tokens, self._steps = torch.zeros(2, num_rows)  # (N,) each
 
     def begin(self) -> None:
-        """Other texts."""
+        """Another batch."""
+        steps = float(self._steps.max())
+        self._at_first += _KEEP * steps / (steps + _STEPS) * (self.share - self._at_first)
         self.share = self._at_first
-        self._tokens, self._steps = torch.zeros(2, self.num_rows)  # (N,) each
+        self._tokens, self._steps = torch.zeros(2, self.num_rows)
 
     def observe(self, tokens: torch.Tensor, steps: torch.Tensor, remaining: torch.Tensor) -> None:
         """
@@ -52,14 +57,12 @@ class SlowestRow:
         live = (remaining > 0) & (self._steps > 0)
         if not bool(live.any()):
             return
-        tokens, steps, left = self._tokens[live], self._steps[live], remaining[live].float()
-        mean = float(tokens.sum() / steps.sum())
+        mean = float(self._tokens.sum() / self._steps.sum())
         if mean - 1 < _LEAST_GAIN:
             return
+        tokens, steps, left = self._tokens[live], self._steps[live], remaining[live].float()
         pace = (tokens + _STEPS_AT_MEAN * mean) / (steps + _STEPS_AT_MEAN)
         fewer = float(left.max() / (left / pace).max())  # steps of C = 0 over steps with drafts
         seen = min(max((fewer - 1) / (mean - 1), 0.0), 1.0)
-        weight = _FOLLOW * float((steps / (steps + _STEPS_AT_MEAN)).mean())
-        self.share += weight * (seen - self.share)
-        if 2 * len(left) >= self.num_rows:
-            self._at_first += weight * (seen - self._at_first)
+        known = float(steps.mean())
+        self.share = self._at_first + known / (known + _STEPS) * (seen - self._at_first)
