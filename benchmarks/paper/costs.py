@@ -44,9 +44,10 @@ class StepCosts:
 
     @classmethod
     def load(cls, path: Path, free_drafts: bool = False) -> StepCosts:
-        """Read the JSON lines of one or several runs."""
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return cls([json.loads(line) for line in lines if line.strip()], free_drafts)
+        """Read the JSON lines of one or several runs; of `throughput.py`, those that tell the stages of a step."""
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        records = [record | (record.get("step_seconds") or {}) for record in records]
+        return cls([record for record in records if all(stage in record for stage in STAGES)], free_drafts)
 
     def target(self, num_rows: int, verified: float) -> float:
         """Seconds of verifying `verified` drafts of N rows and committing, selection included."""

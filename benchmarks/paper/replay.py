@@ -103,6 +103,7 @@ def replay(
     selector: DraftSelector | Sequence[DraftSelector] | None = None,
     refill: bool = True,
     max_new_tokens: int | None = None,
+    steer: Callable[[Rows, Verification], tuple[int, int]] | None = None,
 ) -> Replayed:
     """
     Serve requests from a trace.
@@ -120,6 +121,7 @@ def replay(
             Whether a row that ends makes room for the next request at once, as in `generate_batch`; else the batch is
             closed, as in `generate`.
         max_new_tokens (`int`, *optional*): Shorter texts than those of the trace.
+        steer (`Callable`, *optional*): After each step, C and K of the next one. By default they stay.
 
     Raises:
         `ValueError`: If the requests of a closed batch are not N.
@@ -146,7 +148,8 @@ def replay(
     took = torch.zeros(len(requests), 2, dtype=torch.long)
     steps: list[list[int]] = []
     windows: list[int] = []
-    next_text = coming(trace.text, depth)  # (P, M - 1, K)
+    deepest_of = (drafted.tokens.shape[2] for drafted in trace.drafts.values())
+    next_text = coming(trace.text, max(depth, *deepest_of) if steer else depth)  # (P, M - 1, K)
     while True:
         while pending and bool(rows.finished.any()):
             free = rows.finished.nonzero()[:, 0][: len(pending)]
@@ -178,6 +181,8 @@ def replay(
         steps.append([len(live), int(lengths.sum()), int(accepted.sum()), int((kept > num_accepted).sum())])
         windows.append(int(lengths.max()))
         took[number[live], 1] = len(steps)
+        if steer is not None:
+            capacity, depth = steer(rows, verification)
     drafter.end()
     counts = torch.tensor(steps, dtype=torch.long).reshape(-1, 4)
     return Replayed(counts, torch.tensor(windows, dtype=torch.long), took, num_rows)

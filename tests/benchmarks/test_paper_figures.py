@@ -247,3 +247,62 @@ def test_the_report_of_timed_runs(paper, tmp_path, capsys):
     assert found["mix", "shallow", 4, "tokens_per_second"]["over_best"] == pytest.approx(5.0)
     assert "| TETRIS (extra=1) | 1 | 2 | 105 ± 4 |" in capsys.readouterr().out
     assert (tmp_path / "timed.png").exists()
+
+
+@pytest.mark.parametrize("refill", [False, True])
+def test_a_capacity_that_finds_itself_against_constants(paper, trace, refill):
+    """Where drafts are dear, C = 0 is kept; where they are free, far less time goes than without them."""
+    for place, least, most in ((0.9, 0.97, 1.01), (0.0001, 1.3, 9.0)):
+        records = [record | {"propose": place * record["K"]} for record in step_records(**{"0": 1.0, "12": 1.1})]
+        costs = paper["costs"].StepCosts(records)
+        contest = paper["auto_capacity"].contest
+        found = contest(trace, "made-up", 4, costs, calls=2, seed=1, refill=refill, sets=["sonnet", "qa"])
+        assert least < found["over_c0"] < most and least < found["least_call_over_c0"]
+        assert 0.8 < found["over_best"] < 1.1, "texts of 25 tokens end before much is learned"
+        assert len(found["chosen"]) == 2 and ((0, 0) in found["chosen"]) == (least < 1)
+
+
+def test_the_command_of_the_capacity_writes_records(paper, trace_file, costs_file, tmp_path):
+    out = tmp_path / "some" / "records.jsonl"
+    shared = ["--trace", trace_file, "--costs", costs_file, "--drafters", "made-up", "--rows", "4", "--out", str(out)]
+    records = paper["auto_capacity"].main([*shared, "--calls", "1", "--draws", "2", "--sets", "qa"])
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["seed"] for line in written] == [0, 1] and len(records) == 2
+    assert all(line["over_best"] > 0.5 and line["least_call_over_c0"] == line["over_c0"] for line in written)
+
+
+def test_a_steered_replay_does_what_its_settings_do(paper, trace):
+    """Constant steering changes nothing; other settings count from the next step on; progress is that of the rows."""
+    replay = paper["replay"].replay
+    requests, seen = [0, 6, 11, 17], []
+
+    def constant(rows, verification):
+        seen.append(rows.length.tolist())
+        return 6, 3
+
+    plain = replay(trace, requests, "made-up", 4, 6, 3, refill=False)
+    steered = replay(trace, requests, "made-up", 4, 6, 3, refill=False, steer=constant)
+    assert torch.equal(plain.steps, steered.steps) and len(seen) == len(plain.steps)
+    ends = [len(trace.prompts[request]) + int(trace.ends[request]) for request in requests]
+    assert seen[-1] == ends
+    alternating = replay(
+        trace,
+        requests,
+        "made-up",
+        4,
+        0,
+        0,
+        refill=False,
+        steer=lambda rows, said: (0, 0) if said.draft.depth else (9, 5),
+    )
+    verified = alternating.steps[:, 1].tolist()
+    assert not any(verified[::2]) and all(verified[1:-1:2]) and max(verified) <= 9
+
+
+def test_costs_may_be_those_of_the_throughput_benchmark(paper, tmp_path):
+    stages = {"propose": 0.002, "select": 0.0, "verify": 0.005, "commit": 0.001}
+    lines = [{"rows": 4, "drafter": None, "K": None, "C": None, "tokens_per_second": 9.0, "step_seconds": None}]
+    lines += [{"rows": 4, "drafter": "made-up", "K": 2, "C": 8, "step_seconds": stages}]
+    (tmp_path / "costs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    costs = paper["costs"].StepCosts.load(tmp_path / "costs.jsonl")
+    assert costs.target(4, 8) == pytest.approx(0.006) and costs.draft(4, ["made-up"], 1) == pytest.approx(0.001)

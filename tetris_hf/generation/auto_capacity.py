@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 6
 # C / N and K that are captured in a CUDA graph each: fewer than an eager engine may choose from.
-_CAPTURED = ((0.5, (1,)), (1, (1, 2)), (1.5, (2,)), (2, (2, 3)), (3, (3,)), (4, (4,)))
+CAPTURED = ((0.5, (1,)), (1, (1, 2)), (1.5, (2,)), (2, (2, 3)), (3, (3,)), (4, (4,)))
 # Tokens of the texts on which steps are timed, and steps: a few to settle, some to time.
 _TEXT, _SETTLING, _TIMED = 64, 2, 5
 
@@ -46,7 +46,7 @@ def controller_for(speculation: Speculation, max_depth: int) -> CapacityControll
     key = rows.num_rows, rows.fixed_shapes, max_depth, drafter.fingerprint(), speculation.processing.do_sample
     known = _kept.setdefault(speculation.target.model, {})
     if key not in known:
-        settings = candidates(rows.num_rows, max_depth, _CAPTURED) if rows.fixed_shapes else None
+        settings = candidates(rows.num_rows, max_depth, CAPTURED) if rows.fixed_shapes else None
         known[key] = CapacityController(
             rows.num_rows, None, max_depth=max_depth, settings=settings, device=rows.length.device
         )

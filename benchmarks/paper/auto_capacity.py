@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""`tetris_capacity="auto"` against every constant setting, replayed on recorded text at measured costs of steps.
+
+    python benchmarks/paper/auto_capacity.py --trace T --costs benchmarks/results/h200-7b-greedy.jsonl
+
+Texts, drafts and what is accepted are those of `record.py`; every step takes what one of its C and K took where it was
+measured (`costs.py`, or `throughput.py`), prompts nothing. Each draw is several calls in a row: closed batches as in
+`generate` or, with `--refill`, jobs whose rows are refilled as in `generate_batch`. In every second draw all calls are
+of the same prompts. The controller begins each draw knowing nothing but costs. The best constant setting is that of
+the whole draw, found afterwards. Prints one JSON line per draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import torch  # noqa: E402
+
+from paper.costs import StepCosts  # noqa: E402
+from paper.replay import replay  # noqa: E402
+from paper.traces import Trace  # noqa: E402
+from tetris_hf import Verification  # noqa: E402
+from tetris_hf.generation.auto_capacity import CAPTURED, MAX_DEPTH  # noqa: E402
+from tetris_hf.generation.capacity_controller import CapacityController, candidates  # noqa: E402
+from tetris_hf.generation.cost_table import CostTable  # noqa: E402
+from tetris_hf.generation.rows import Rows  # noqa: E402
+
+
+NOISE = 0.01  # of a measured time, relative
+
+
+class Steering:
+    """
+    Does in a replay what [`~tetris_hf.generation.auto_capacity.AutoCapacity`] does in the engine.
+
+    Args:
+        controller ([`CapacityController`]): Who chooses.
+        prices (`dict[tuple[int, int], float]`): Seconds of a step by C and K.
+        luck (`random.Random`): Of the clock.
+        closed (`bool`): Whether rows that end are not replaced.
+
+    Attributes:
+        setting (`tuple[int, int]`): C and K in force.
+        seconds (`float`): Of all steps so far.
+        used (`dict[tuple[int, int], int]`): Steps by C and K.
+    """
+
+    def __init__(
+        self,
+        controller: CapacityController,
+        prices: dict[tuple[int, int], float],
+        luck: random.Random,
+        closed: bool,
+    ):
+        self.controller, self.prices, self.luck, self.closed = controller, prices, luck, closed
+        self.setting = controller.begin(closed)
+        self.seconds, self.used = 0.0, {}
+        self._count = 0
+        self._length: torch.Tensor | None = None  # of each row at the last decision, (N,)
+
+    def __call__(self, rows: Rows, verification: Verification) -> tuple[int, int]:
+        if self._length is None:  # it is asked after a call's first step, in which no row has come to its end
+            self._length, self._steps = rows.length.clone(), torch.zeros_like(rows.length)
+            self._length[verification.live] -= verification.num_accepted + 1
+        self._steps[verification.live] += 1
+        self.controller.observe(verification)
+        self.seconds += self.prices[self.setting]
+        self.used[self.setting] = self.used.get(self.setting, 0) + 1
+        self._count += 1
+        if self._count < self.controller.interval:
+            return self.setting
+        if self.closed and self.setting[1] > 0:
+            remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
+            self.controller.slowest.observe(rows.length - self._length, self._steps, remaining)
+        self.setting = self.controller.decide(self.prices[self.setting] * self.luck.gauss(1, NOISE))
+        self._count, self._length, self._steps = 0, rows.length.clone(), torch.zeros_like(self._steps)
+        return self.setting
+
+
+def contest(
+    trace: Trace,
+    drafter: str,
+    num_rows: int,
+    costs: StepCosts,
+    calls: int,
+    seed: int,
+    refill: bool = False,
+    sets: Sequence[str] = ("all",),
+) -> dict[str, Any]:
+    """
+    One draw.
+
+    Args:
+        trace ([`Trace`]): What was recorded.
+        drafter (`str`): Its name there.
+        num_rows (`int`): N.
+        costs ([`StepCosts`]): With N and the drafter.
+        calls (`int`): One after the other.
+        seed (`int`): Of prompts and clock; odd ones give all calls the same prompts.
+        refill (`bool`, *optional*, defaults to `False`): Whether a call is a job of 4 N prompts in N rows.
+        sets (`Sequence[str]`, *optional*, defaults to `("all",)`): Sets of the trace that prompts are drawn from.
+
+    Returns:
+        `dict[str, Any]`: Speed over C = 0 and over the best constant setting of the draw, the least of any call over
+        C = 0, that setting, and what was chosen most in each call.
+    """
+    luck = random.Random(seed)
+    max_depth = min(MAX_DEPTH, trace.drafts[drafter].tokens.shape[2])
+    controller = CapacityController(
+        num_rows, None, max_depth=max_depth, settings=candidates(num_rows, max_depth, CAPTURED)
+    )
+    prices = {
+        (capacity, depth): costs.target(num_rows, capacity) + costs.draft(num_rows, [drafter], depth)
+        for capacity, depth in controller.settings
+    }
+    controller.table = CostTable.measure(
+        lambda *setting: prices[setting] * luck.gauss(1, NOISE), num_rows, controller.settings
+    )
+    controller.reset()
+    total, fixed, least, chosen = 0.0, dict.fromkeys(prices, 0.0), float("inf"), []
+    known, prompts = [index for name in sets for index in trace.of(name)], []
+    for call in range(calls):
+        if call == 0 or seed % 2 == 0:
+            wanted = 4 * num_rows if refill else num_rows
+            prompts = (luck.sample(known, len(known)) * (1 + wanted // len(known)))[:wanted]
+        steering = Steering(controller, prices, luck, closed=not refill)
+        replay(trace, prompts, drafter, num_rows, *steering.setting, refill=refill, steer=steering)
+        seconds = {
+            setting: price * len(replay(trace, prompts, drafter, num_rows, *setting, refill=refill).steps)
+            for setting, price in prices.items()
+        }
+        fixed = {setting: fixed[setting] + seconds[setting] for setting in fixed}
+        total += steering.seconds
+        least = min(least, seconds[0, 0] / steering.seconds)
+        chosen.append(max(steering.used, key=lambda setting: steering.used[setting]))
+    best = min(fixed, key=lambda setting: fixed[setting])
+    return {
+        "drafter": drafter,
+        "rows": num_rows,
+        "refill": refill,
+        "seed": seed,
+        "over_c0": fixed[0, 0] / total,
+        "over_best": fixed[best] / total,
+        "least_call_over_c0": least,
+        "best": best,
+        "chosen": chosen,
+    }
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True, help="from paper/record.py")
+    parser.add_argument("--costs", type=Path, required=True, help="from throughput.py or paper/costs.py")
+    parser.add_argument("--drafters", nargs="+", default=["shallow"], help="names in the trace")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128], help="N")
+    parser.add_argument("--sets", nargs="+", default=["all"], help="sets of prompts to draw from")
+    parser.add_argument("--calls", type=int, default=6)
+    parser.add_argument("--draws", type=int, default=4)
+    parser.add_argument("--refill", action="store_true", help="jobs instead of closed batches")
+    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    args = parser.parse_args(arguments)
+    trace, costs = Trace.load(args.trace), StepCosts.load(args.costs)
+    records = []
+    for drafter in args.drafters:
+        for num_rows in args.rows:
+            for seed in range(args.draws):
+                records.append(contest(trace, drafter, num_rows, costs, args.calls, seed, args.refill, args.sets))
+                print(json.dumps(records[-1]), flush=True)
+                if args.out:
+                    args.out.parent.mkdir(parents=True, exist_ok=True)
+                    with args.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(records[-1]) + "\n")
+    return records
+
+
+if __name__ == "__main__":
+    main()
