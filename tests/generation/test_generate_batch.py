@@ -255,3 +255,19 @@ def test_the_same_decoding_serves_calls_and_jobs():
     decoding = TetrisDecoding(assistant, 6)
     out = target.generate(**kit.ragged(), custom_generate=decoding, max_new_tokens=6, do_sample=False)
     assert torch.equal(out, kit.plain(target, kit.ragged(), max_new_tokens=6))
+
+
+@pytest.mark.parametrize("feeds", [(0, 64, 512), (0, 8), (0, 2, 7, 30)])
+def test_a_padded_feed_is_full_but_for_the_least(monkeypatch, feeds):
+    """All that waits is taken in, in steps of the sizes there are; without padding at once, as far as the largest."""
+    monkeypatch.setattr(batch_job, "FEEDS", feeds)
+    for waiting in (0, 1, feeds[1] - 1, feeds[1], feeds[1] + 1, feeds[-1] - 1, feeds[-1], 2 * feeds[-1] + 3):
+        left, taken = waiting, []
+        while left > 0:
+            taken.append(batch_job.feed_for(left, padded=True))
+            assert taken[-1] in feeds[1:] and (taken[-1] <= left or taken[-1] == feeds[1])
+            assert all(size > left for size in feeds if size > taken[-1])
+            left -= taken[-1]
+        assert sum(taken) - waiting < feeds[1]
+        assert batch_job.feed_for(0, padded=True) == batch_job.feed_for(0, padded=False) == 0
+        assert batch_job.feed_for(waiting, padded=False) == (feeds[-1] if waiting else 0)

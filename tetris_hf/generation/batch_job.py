@@ -30,8 +30,9 @@ logger = logging.get_logger(__name__)
 # Prompt tokens of one prefill while nothing else runs: more would need more memory.
 PREFILL_TOKENS = 8192
 # Prompt tokens that a step takes in beside what it verifies: few, so that running rows do not wait for long prompts,
-# and of few sizes, each of which is captured.
-FEEDS = (0, 128, 512)
+# and of few sizes, each of which is captured. A step costs what its size costs, however full it is, and a token costs
+# least in small feeds, which a step has room for (docs/performance.md): a large one only when so much waits.
+FEEDS = (0, 64, 512)
 # Rows are refilled together, this share of the batch at a time: an admission costs the host some time.
 REFILL_SHARE = 16
 # Processors that count from the end of the prompt, which is another column for every request.
@@ -40,6 +41,20 @@ _COUNT_FROM_PROMPT = frozenset(
     "ForcedEOSTokenLogitsProcessor SuppressTokensAtBeginLogitsProcessor ExponentialDecayLengthPenalty "
     "EncoderRepetitionPenaltyLogitsProcessor PrefixConstrainedLogitsProcessor".split()
 )
+
+
+def feed_for(unfed: int, padded: bool) -> int:
+    """
+    Prompt tokens that the next step takes in.
+
+    Args:
+        unfed (`int`): Those that wait.
+        padded (`bool`): Whether a step computes as many as it may take in, however many there are.
+    """
+    if not padded:
+        return FEEDS[-1] if unfed else 0
+    smallest = FEEDS[1] if unfed else 0
+    return max((size for size in FEEDS if size <= unfed), default=0) or smallest
 
 
 class BatchJob:
@@ -152,7 +167,7 @@ class BatchJob:
                 else:
                     if fits and len(free) * REFILL_SHARE >= self.batch_size:
                         unfed += self._admit(speculation, free)
-                    feed = min((size for size in FEEDS if size >= unfed), default=FEEDS[-1])
+                    feed = feed_for(unfed, padded=speculation.rows.fixed_shapes)
                     speculation.advance(feed)
                     unfed = max(0, unfed - feed)
                     speculation.stepped(feed)
