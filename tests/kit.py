@@ -4,8 +4,12 @@ The oracles are stock `generate` on the same padded batch, and stock `generate` 
 """
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -226,3 +230,14 @@ class ScriptedDrafter(Drafter):
 
     def observe(self, rows: Any, verification: Any) -> None:
         self.verifications.append(verification)
+
+
+def interpret(check: str) -> None:
+    """
+    Run a script that checks Triton kernels in Triton's interpreter and prints "equal" at its end. In a process of its
+    own: the interpreter must be switched on before Triton is imported.
+    """
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "equal", done.stderr

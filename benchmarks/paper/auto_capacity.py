@@ -62,7 +62,7 @@ class Steering:
         luck: random.Random,
         closed: bool,
     ):
-        self.controller, self.prices, self.luck, self.closed = controller, prices, luck, closed
+        self.controller, self.prices, self.luck = controller, prices, luck
         self.setting = controller.begin(closed)
         self.seconds, self.used = 0.0, {}
         self._count = 0
@@ -79,9 +79,8 @@ class Steering:
         self._count += 1
         if self._count < self.controller.interval:
             return self.setting
-        if self.closed and self.setting[1] > 0:
-            remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
-            self.controller.slowest.observe(rows.length - self._length, self._steps, remaining)
+        remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
+        self.controller.follow_rows(rows.length - self._length, self._steps, remaining)
         self.setting = self.controller.decide(self.prices[self.setting] * self.luck.gauss(1, NOISE))
         self._count, self._length, self._steps = 0, rows.length.clone(), torch.zeros_like(self._steps)
         return self.setting

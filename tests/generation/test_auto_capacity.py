@@ -11,7 +11,6 @@ import tetris_hf
 from tetris_hf import TetrisDecoding, generate_batch
 from tetris_hf.generation import auto_capacity, batch_job
 from tetris_hf.generation.cost_table import CostTable
-from tetris_hf.generation.slowest_row import SlowestRow
 
 
 @pytest.fixture(params=["eager", "fixed shapes"], autouse=True)
@@ -98,12 +97,14 @@ def test_a_catching_up_drafter_knows_the_whole_text(monkeypatch):
     class Turns:
         max_depth, table = 3, CostTable(5, {(0, 0): 1.0, (5, 1): 1.0})
         settings = [(0, 0), (15, 3)]
-        slowest = SlowestRow(3)
         interval = 3
 
         def begin(self, closed):
             turns.append(0)
             return self.settings[0]
+
+        def follow_rows(self, tokens, steps, remaining):
+            pass
 
         def decide(self, seconds, gains):
             turns.append(0)

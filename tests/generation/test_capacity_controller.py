@@ -106,8 +106,8 @@ def decode(world, cost, policy, texts=None, noise=0.01, seed=0):
             live = left > 0
         if not automatic or since >= policy.interval:
             if automatic:
-                if left is not None and setting[1] > 0:
-                    policy.slowest.observe(*gone, left)
+                if left is not None:
+                    policy.follow_rows(*gone, left)
                 gone.zero_()
                 setting = policy.decide(window / since * luck.gauss(1, noise))
             seconds, window, since = seconds + window, 0.0, 0
@@ -195,19 +195,19 @@ def test_a_bad_drafter_costs_next_to_nothing():
 
 
 @pytest.mark.parametrize(
-    "cost, num_rows, mean, spread, texts",
+    "cost, num_rows, mean, spread, texts, over_none",
     [
-        (h100(0.00027), 64, 0.6, 0.15, (40, 250)),
-        (h100(0.00027), 64, 0.55, 0.15, (128, 129)),
-        (h100(0.00027), 64, 0.4, 0.3, (40, 250)),
-        (many_rows, 128, 0.55, 0.15, (128, 129)),
-        (many_rows, 128, 0.55, 0.3, (40, 250)),
-        (few_rows, 16, 0.5, 0.15, (40, 250)),
-        (few_rows, 16, 0.3, 0.15, (128, 129)),
-        (few_rows, 1, 0.4, 0.15, (128, 129)),
+        (h100(0.00027), 64, 0.6, 0.15, (40, 250), 1.3),
+        (h100(0.00027), 64, 0.55, 0.15, (128, 129), 1.05),
+        (h100(0.00027), 64, 0.4, 0.3, (40, 250), 1.1),
+        (many_rows, 128, 0.55, 0.15, (128, 129), 0.98),
+        (many_rows, 128, 0.55, 0.3, (40, 250), 0.98),
+        (few_rows, 16, 0.5, 0.15, (40, 250), 1.3),
+        (few_rows, 16, 0.3, 0.15, (128, 129), 0.98),
+        (few_rows, 1, 0.4, 0.15, (128, 129), 1.2),
     ],
 )
-def test_a_batch_that_empties(cost, num_rows, mean, spread, texts):
+def test_a_batch_that_empties(cost, num_rows, mean, spread, texts, over_none):
     """Rows that end are not replaced and a step costs the same: whole batches, one call after the other."""
     controller = CapacityController(num_rows, table(cost, num_rows), DEPTH)
     lengths = torch.randint(*texts, (4, num_rows), generator=torch.Generator().manual_seed(5))
@@ -218,7 +218,7 @@ def test_a_batch_that_empties(cost, num_rows, mean, spread, texts):
         ours += float(left.sum()) / decode(world, cost, controller, left, seed=call)[0]
         for setting in fixed:
             fixed[setting] += float(left.sum()) / decode(world, cost, setting, left)[0]
-    assert fixed[0, 0] / ours > 0.98
+    assert fixed[0, 0] / ours > over_none
     assert min(fixed.values()) / ours > 0.97
 
 

@@ -1,17 +1,11 @@
 """The Triton kernel against a loop over tokens, in Triton's interpreter, which needs no GPU."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import kit
 import pytest
 
 
-ROOT = Path(__file__).parents[2]
-
-# In a process of its own: the interpreter must be switched on before Triton is imported.
 CHECK = """
 import itertools
 import torch
@@ -62,6 +56,4 @@ print("equal")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this build of torch comes without Triton")
 def test_equals_a_loop_over_tokens():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == "equal", done.stderr
+    kit.interpret(CHECK)

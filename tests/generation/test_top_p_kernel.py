@@ -1,11 +1,8 @@
 """The top-p kernel against transformers' warper and a loop over sorted tokens, in Triton's interpreter."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import kit
 import pytest
 import torch
 from transformers import TopPLogitsWarper
@@ -13,9 +10,6 @@ from transformers import TopPLogitsWarper
 from tetris_hf.generation.top_p_kernel import keep_top_p, kernel_serves
 
 
-ROOT = Path(__file__).parents[2]
-
-# In a process of its own: the interpreter must be switched on before Triton is imported.
 CHECK = """
 import torch
 from transformers import TopPLogitsWarper
@@ -59,9 +53,7 @@ print("equal")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this build of torch comes without Triton")
 def test_equals_the_warper_and_a_loop():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == "equal", done.stderr
+    kit.interpret(CHECK)
 
 
 def test_other_scores_are_left_to_the_warper():

@@ -107,21 +107,20 @@ class AutoCapacity:
         gains = self.controller.gains.cpu()  # waits for the steps, so that the clock tells their time
         seconds = (time.perf_counter() - self._start) / self._count if self._pure else None
         if not speculation.refills:
-            self._look_at_rows(speculation, drafted=setting[1] > 0)
+            self._look_at_rows(speculation)
         speculation.capacity, speculation.depth = self.controller.decide(seconds, gains)
         self._open()
         if setting[1] == 0 and speculation.depth > 0:
             speculation.catch_up()
             self._pure = False
 
-    def _look_at_rows(self, speculation: Speculation, drafted: bool) -> None:
-        """Show the controller how far each row came in the steps since the last look, if they were with drafts."""
+    def _look_at_rows(self, speculation: Speculation) -> None:
+        """Show the controller how far each row came in the steps since the last look."""
         stats, rows = speculation.stats, speculation.rows
         remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
         counts = torch.stack([stats.accepted.sum(1) + stats.bonus, stats.live_steps, remaining]).cpu()  # (3, N)
-        if drafted:
-            tokens, steps = counts[:2] - self._gone
-            self.controller.slowest.observe(tokens, steps, counts[2])
+        tokens, steps = counts[:2] - self._gone
+        self.controller.follow_rows(tokens, steps, counts[2])
         self._gone = counts[:2]
 
 

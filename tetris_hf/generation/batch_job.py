@@ -51,10 +51,11 @@ def feed_for(unfed: int, padded: bool) -> int:
         unfed (`int`): Those that wait.
         padded (`bool`): Whether a step computes as many as it may take in, however many there are.
     """
+    if unfed == 0:
+        return 0
     if not padded:
-        return FEEDS[-1] if unfed else 0
-    smallest = FEEDS[1] if unfed else 0
-    return max((size for size in FEEDS if size <= unfed), default=0) or smallest
+        return FEEDS[-1]
+    return max((size for size in FEEDS[1:] if size <= unfed), default=FEEDS[1])
 
 
 class BatchJob:

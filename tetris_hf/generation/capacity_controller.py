@@ -54,7 +54,6 @@ class CapacityController:
         setting (`tuple[int, int]`): The one in force.
         interval (`int`): Steps to run before the next [`decide`].
         gains (`torch.FloatTensor` of shape `(S,)`): Expected accepted tokens per live row and step, by setting.
-        slowest ([`SlowestRow`]): What is known of closed batches.
 
     Raises:
         `ValueError`: If `num_rows` or `max_depth` is under 1, or a setting has K < 1, K > `max_depth` or C < 1.
@@ -80,7 +79,7 @@ class CapacityController:
         self.num_rows, self.max_depth = num_rows, max_depth
         self.table: CostTable = table  # type: ignore[assignment]  # given later, before the first call
         self.settings = [(0, 0), *dict.fromkeys(wanted)]
-        self.slowest = SlowestRow(num_rows)
+        self._slowest = SlowestRow(num_rows)
         self._closed = False
         self.calibration = AcceptanceCalibration(max_depth)
         self.calibration.slope = self.calibration.slope.to(device)
@@ -100,7 +99,7 @@ class CapacityController:
     def reset(self) -> None:
         """Forget what was learned, but for the corrections of the table."""
         self.calibration.reset()
-        self.slowest = SlowestRow(self.num_rows)
+        self._slowest = SlowestRow(self.num_rows)
         for state in (self._steps, self._outcome, self._rated):
             state.zero_()
         self._rates.fill_(_EXPECTED)
@@ -123,7 +122,7 @@ class CapacityController:
             `tuple[int, int]`: C and K.
         """
         self._closed, self._windows = closed, _DWELL
-        self.slowest.begin()
+        self._slowest.begin()
         if not self._knows:
             self.setting = self._best(self._expected)
             self._trying = self.setting != (0, 0)
@@ -158,6 +157,18 @@ class CapacityController:
         trust = learn_trust(scores, verification.lengths, accepted, live, self._outcome, memory)
         best = best_sums(deep, self._depths, self._capacities)  # (S,)
         learn_gains(best, trust, live, self._capacities, self._depths, self.gains, self._steps, memory)
+
+    def follow_rows(self, tokens: torch.Tensor, steps: torch.Tensor, remaining: torch.Tensor) -> None:
+        """
+        Learn how far the rows came since the last decision. Only drafts in a closed batch teach something.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(N,)`): Tokens that each row gained.
+            steps (`torch.LongTensor` of shape `(N,)`): Steps that each row took part in.
+            remaining (`torch.LongTensor` of shape `(N,)`): Tokens that each row may still get, 0 if it has ended.
+        """
+        if self._closed and self.setting != (0, 0):
+            self._slowest.observe(tokens, steps, remaining)
 
     def decide(self, seconds_per_step: float | None = None, gains: torch.Tensor | None = None) -> tuple[int, int]:
         """
@@ -226,7 +237,7 @@ class CapacityController:
 
     def _speed(self, setting: tuple[int, int], gains: list[float]) -> float:
         """Tokens per live row and second; in a closed batch, those by which its end comes nearer."""
-        share = self.slowest.share if self._closed else 1.0
+        share = self._slowest.share if self._closed else 1.0
         return (1 + share * gains[self.settings.index(setting)]) / self.table.step_seconds(*setting)
 
 
