@@ -257,7 +257,7 @@ def test_the_same_decoding_serves_calls_and_jobs():
     assert torch.equal(out, kit.plain(target, kit.ragged(), max_new_tokens=6))
 
 
-@pytest.mark.parametrize("feeds", [(0, 64, 512), (0, 8), (0, 2, 7, 30)])
+@pytest.mark.parametrize("feeds", [batch_job.FEEDS, (0, 8), (0, 2, 7, 30)])
 def test_a_padded_feed_is_full_but_for_the_least(monkeypatch, feeds):
     """All that waits is taken in, in steps of the sizes there are; without padding at once, as far as the largest."""
     monkeypatch.setattr(batch_job, "FEEDS", feeds)

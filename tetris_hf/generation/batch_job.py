@@ -29,10 +29,11 @@ logger = logging.get_logger(__name__)
 
 # Prompt tokens of one prefill while nothing else runs: more would need more memory.
 PREFILL_TOKENS = 8192
-# Prompt tokens that a step takes in beside what it verifies: few, so that running rows do not wait for long prompts,
-# and of few sizes, each of which is captured. A step costs what its size costs, however full it is, and a token costs
-# least in small feeds, which a step has room for (docs/performance.md): a large one only when so much waits.
-FEEDS = (0, 64, 512)
+# Prompt tokens that a step takes in beside what it verifies: of few sizes, each of which is captured. A step costs
+# what its size costs, however full it is, and a token costs least in small feeds, which a step has room for: a large
+# one only when so much waits. Where prompts are long, rows must not stand idle for them: 1,024 is faster than 512
+# (docs/performance.md).
+FEEDS = (0, 64, 1024)
 # Rows are refilled together, this share of the batch at a time: an admission costs the host some time.
 REFILL_SHARE = 16
 # Processors that count from the end of the prompt, which is another column for every request.

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers.utils import cached_file
 
-from .drafting import Draft, Verification
+from .drafting import Draft, Verification, survival
+from .fusing import fused
 
 
 CALIBRATION_NAME = "acceptance_calibration.json"
@@ -52,14 +53,20 @@ class AcceptanceCalibration:
         Returns:
             `torch.FloatTensor` of shape `(R, K)`: Chances.
         """
-        places = self._places(estimates)
-        return torch.sigmoid(self.slope[places] * _logit(estimates) + self.shift[places])
+        self._move_to(estimates.device)
+        return _map(estimates, self.slope, self.shift)
 
     def calibrated(self, draft: Draft) -> Draft:
         """The draft with chances in the place of its estimates."""
         return Draft(
             draft.tokens, draft.lengths, self(draft.probabilities), self(draft.expectations), draft.q, draft.entropies
         )
+
+    def prefix_scores(self, draft: Draft, predictable: bool = True) -> torch.Tensor:
+        """[`Draft.prefix_scores`] of the draft with chances in the place of its estimates, `(R, K)`."""
+        self._move_to(draft.probabilities.device)
+        estimates = draft.probabilities, draft.expectations, draft.lengths
+        return _scores(*estimates, self.slope, self.shift, predictable)
 
     def observe(self, verification: Verification) -> None:
         """
@@ -71,19 +78,9 @@ class AcceptanceCalibration:
         draft = verification.draft
         if draft.depth == 0:
             return
-        places = self._places(draft.expectations)
-        column = torch.arange(draft.depth, device=places.device)
-        accepted = torch.minimum(verification.num_accepted, verification.lengths)[:, None]  # (R, 1)
-        judged = (column < verification.lengths[:, None]) & (column <= accepted)  # (R, K)
-        logit = _logit(draft.expectations)
-        error = ((column < accepted).float() - self(draft.expectations)) * judged  # (R, K)
-        # A place that few rows reach moves by less: one draft would otherwise weigh as much as a whole batch of them.
-        count = judged.sum(0).clamp(min=8)
-        # A logit of 8 pulls 64 times as hard as one of 1: divided by its square, as Newton's step would be.
-        scale = 1 + (logit.square() * judged).sum(0) / count  # (K,)
-        self.slope.index_add_(0, places, self.rate * (error * logit).sum(0) / count / scale)
-        self.shift.index_add_(0, places, self.rate * error.sum(0) / count)
-        self.slope.clamp_(min=0.05)  # monotone
+        self._move_to(draft.expectations.device)
+        outcome = draft.expectations, verification.lengths, verification.num_accepted
+        _learn(*outcome, self.slope, self.shift, self.rate)
 
     def reset(self) -> None:
         """Back to the identity."""
@@ -136,11 +133,60 @@ class AcceptanceCalibration:
         calibration.load_state_dict({name: torch.tensor(stored[name]) for name in ("slope", "shift")})
         return calibration
 
-    def _places(self, estimates: torch.Tensor) -> torch.Tensor:
-        if self.slope.device != estimates.device:
-            self.slope, self.shift = self.slope.to(estimates.device), self.shift.to(estimates.device)
-        return torch.arange(estimates.shape[1], device=estimates.device).clamp(max=self.max_depth - 1)
+    def _move_to(self, device: torch.device) -> None:
+        if self.slope.device != device:
+            self.slope, self.shift = self.slope.to(device), self.shift.to(device)
 
 
 def _logit(estimates: torch.Tensor) -> torch.Tensor:
     return estimates.float().clamp(1e-4, 1 - 1e-4).logit()
+
+
+def _chances(estimates: torch.Tensor, slope: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(estimates.shape[1], device=estimates.device).clamp(max=len(slope) - 1)  # (K,)
+    return torch.sigmoid(slope[places] * _logit(estimates) + shift[places])
+
+
+@fused
+def _map(estimates: torch.Tensor, slope: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return _chances(estimates, slope, shift)
+
+
+@fused
+def _scores(
+    probabilities: torch.Tensor,
+    expectations: torch.Tensor,
+    lengths: torch.Tensor,
+    slope: torch.Tensor,
+    shift: torch.Tensor,
+    predictable: bool,
+) -> torch.Tensor:
+    chances = _chances(probabilities, slope, shift), _chances(expectations, slope, shift)
+    return survival(*chances, lengths, predictable)
+
+
+@fused
+def _learn(
+    expectations: torch.Tensor,
+    lengths: torch.Tensor,
+    num_accepted: torch.Tensor,
+    slope: torch.Tensor,
+    shift: torch.Tensor,
+    rate: float,
+) -> None:
+    """One step of the regression, in place, on estimates of shape `(R, K)`."""
+    column = torch.arange(expectations.shape[1], device=expectations.device)  # (K,)
+    accepted = torch.minimum(num_accepted, lengths)[:, None]  # (R, 1)
+    judged = (column < lengths[:, None]) & (column <= accepted)  # (R, K)
+    logit = _logit(expectations)
+    error = ((column < accepted).float() - _chances(expectations, slope, shift)) * judged  # (R, K)
+    # A place that few rows reach moves by less: one draft would otherwise weigh as much as a whole batch of them.
+    count = judged.sum(0).clamp(min=8)
+    # A logit of 8 pulls 64 times as hard as one of 1: divided by its square, as Newton's step would be.
+    scale = 1 + (logit.square() * judged).sum(0) / count  # (K,)
+    moves = torch.stack([rate * (error * logit).sum(0) / count / scale, rate * error.sum(0) / count])  # (2, K)
+    places = torch.arange(len(slope), device=slope.device)  # (max_depth,)
+    own = column.clamp(max=len(slope) - 1)[:, None] == places  # (K, max_depth)
+    moves = (moves[:, :, None] * own).sum(1)  # (2, max_depth)
+    slope.copy_((slope + moves[0]).clamp(min=0.05))  # monotone
+    shift.add_(moves[1])

@@ -149,12 +149,11 @@ class CapacityController:
             return
         if going is None:
             going = torch.ones_like(draft.lengths, dtype=torch.bool)
-        scores = self.calibration.calibrated(draft).prefix_scores().clamp(min=0)[:, : len(self._rates)]  # (R, K)
+        scores = self.calibration.prefix_scores(draft)[:, : len(self._rates)]  # (R, K)
         self.calibration.observe(verification)
         live, memory = going.sum(), self._memory
-        accepted = torch.minimum(verification.num_accepted, verification.lengths)
         deep = learn_rates(scores, self._rates, self._rated, memory)  # (R, max_depth)
-        trust = learn_trust(scores, verification.lengths, accepted, live, self._outcome, memory)
+        trust = learn_trust(scores, verification.lengths, verification.num_accepted, live, self._outcome, memory)
         best = best_sums(deep, self._depths, self._capacities)  # (S,)
         learn_gains(best, trust, live, self._capacities, self._depths, self.gains, self._steps, memory)
 

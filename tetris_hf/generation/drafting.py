@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from .fusing import fused
 from .packed_model import PackedModel
 from .processing import LogitsProcessing
 from .rows import Rows
@@ -68,12 +69,30 @@ class Draft:
         Returns:
             `torch.FloatTensor` of shape `(R, K)`, non-increasing along K; -inf where there is no draft token.
         """
-        survival = self.probabilities.cumprod(1)
-        if predictable:
-            before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=1)  # (R, K)
-            survival = (before * self.expectations).cummin(1).values
-        places = torch.arange(self.depth, device=survival.device)
-        return survival.masked_fill(places >= self.lengths[:, None], -torch.inf)
+        return _prefix_scores(self.probabilities, self.expectations, self.lengths, predictable)
+
+
+def survival(
+    probabilities: torch.Tensor, expectations: torch.Tensor, lengths: torch.Tensor, predictable: bool
+) -> torch.Tensor:
+    """[`Draft.prefix_scores`] of its tensors. K is small: place by place, a compiler makes one kernel of it."""
+    if probabilities.shape[1] == 0:
+        return probabilities
+    reached = torch.ones_like(probabilities[:, 0])  # (R,)
+    scores: list[torch.Tensor] = []
+    for place in range(probabilities.shape[1]):
+        score = reached * (expectations if predictable else probabilities)[:, place]
+        scores.append(torch.minimum(scores[-1], score) if scores else score)
+        reached = reached * probabilities[:, place]
+    places = torch.arange(len(scores), device=probabilities.device)
+    return torch.stack(scores, 1).masked_fill(places >= lengths[:, None], -torch.inf)  # (R, K)
+
+
+@fused
+def _prefix_scores(
+    probabilities: torch.Tensor, expectations: torch.Tensor, lengths: torch.Tensor, predictable: bool
+) -> torch.Tensor:
+    return survival(probabilities, expectations, lengths, predictable)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ _FORGET = 0.002
 @fused
 def learn_rates(scores: torch.Tensor, rates: torch.Tensor, rated: torch.Tensor, memory: float) -> torch.Tensor:
     """
-    Follow the chance of each place given the one before, over all rows, and continue scores of shape `(R, K)` by it to
-    `(R, max_depth)`. A place that was never drafted is as good as the deepest that is; one that is not drafted now
-    moves with that one, and what set it apart is slowly forgotten. Rows keep the differences of their last place.
+    Follow the chance of each place given the one before, over all rows, and continue prefix scores of shape `(R, K)`
+    by it to `(R, max_depth)`, with 0 where there is no draft token. A place that was never drafted is as good as the
+    deepest that is; one that is not drafted now moves with that one, and what set it apart is slowly forgotten. Rows
+    keep the differences of their last place.
     """
     depth, max_depth = scores.shape[1], rates.shape[0]
+    scores = scores.clamp(min=0)
     before = torch.cat([(scores[:, :1] > 0).to(scores.dtype), scores[:, :-1]], 1)  # (R, K)
     reached, tried = scores.sum(0), before.sum(0)  # (K,)
     seen = (tried > 0).float()
@@ -43,14 +45,15 @@ def learn_rates(scores: torch.Tensor, rates: torch.Tensor, rated: torch.Tensor, 
 def learn_trust(
     scores: torch.Tensor,
     lengths: torch.Tensor,
-    accepted: torch.Tensor,
+    num_accepted: torch.Tensor,
     live: torch.Tensor,
     outcome: torch.Tensor,
     memory: float,
 ) -> torch.Tensor:
     """How much more stood lately of what was verified than its scores, of shape `(R, K)`, had promised: a factor."""
     verified = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]  # (R, K)
-    now = torch.stack([accepted.sum().float(), (scores * verified).sum()])  # (2,)
+    stood = torch.minimum(num_accepted, lengths).sum()
+    now = torch.stack([stood.float(), (scores.clamp(min=0) * verified).sum()])  # (2,)
     outcome += (now - memory * outcome) * (live > 0)
     # Two tokens as promised beforehand: a single row's luck says little.
     return ((outcome[0] + 2) / (outcome[1] + 2)).clamp(0, 4)
@@ -58,11 +61,20 @@ def learn_trust(
 
 def best_sums(scores: torch.Tensor, depths: torch.Tensor, capacities: torch.Tensor) -> torch.Tensor:
     """Sum of the C largest scores at the first K places, for each setting: `(R, max_depth)` to `(S,)`, by one sort."""
+    sums = _by_depth(scores).sort(1, descending=True).values.cumsum(1)  # (max_depth, R * max_depth)
+    return _sums_at(sums, depths, capacities)
+
+
+@fused
+def _by_depth(scores: torch.Tensor) -> torch.Tensor:
     number = torch.arange(scores.shape[1], device=scores.device)
-    shallow = scores * (number < number[:, None, None] + 1)  # (max_depth, R, max_depth)
-    ranked = shallow.flatten(1).sort(1, descending=True).values.cumsum(1)  # (max_depth, R * max_depth)
-    place = (capacities - 1).clamp(0, ranked.shape[1] - 1)
-    return ranked[(depths - 1).clamp(min=0), place] * (capacities > 0)
+    return (scores * (number < number[:, None, None] + 1)).flatten(1)  # (max_depth, R * max_depth)
+
+
+@fused
+def _sums_at(sums: torch.Tensor, depths: torch.Tensor, capacities: torch.Tensor) -> torch.Tensor:
+    place = (capacities - 1).clamp(0, sums.shape[1] - 1)
+    return sums[(depths - 1).clamp(min=0), place] * (capacities > 0)
 
 
 @fused

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from transformers.utils import logging
 
 from .calibration import AcceptanceCalibration
 from .drafting import Draft, Verification
+from .fusing import fused
 
 
 logger = logging.get_logger(__name__)
@@ -139,9 +141,8 @@ class TetrisSelector(DraftSelector):
         self.calibration = calibration
 
     def __call__(self, draft: Draft, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
-        if self.calibration is not None:
-            draft = self.calibration.calibrated(draft)
-        return spend(draft.prefix_scores(predictable=self.score == "predictable"), lengths, capacity)
+        scored = draft.prefix_scores if self.calibration is None else partial(self.calibration.prefix_scores, draft)
+        return spend(scored(predictable=self.score == "predictable"), lengths, capacity)
 
     def wants_deeper(self, draft: Draft, capacity: int) -> bool:
         """
@@ -225,11 +226,23 @@ def spend(scores: torch.Tensor, lengths: torch.Tensor, capacity: int) -> torch.T
     num_rows, depth = scores.shape
     if capacity >= num_rows * depth:
         return lengths
-    takable = torch.arange(depth, device=scores.device) < lengths[:, None]  # (R, K)
-    # Place-major, so that a stable sort settles ties by place. Two sorts would settle -inf scores (a draft that is
-    # certain to fail) against places that do not exist; a finite floor does it in one.
+    order = _ranked(scores, lengths).sort(descending=True, stable=True).indices[:capacity]  # (C,)
+    rows, takable = _winners(order, lengths)
+    return torch.zeros_like(lengths).scatter_add_(0, rows, takable)
+
+
+@fused
+def _ranked(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Place-major, so that a stable sort settles ties by place. Shape `(K * R,)`."""
+    takable = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]  # (R, K)
+    # Two sorts would settle -inf scores (a draft that is certain to fail) against places that do not exist; a finite
+    # floor does it in one.
     floor = torch.finfo(scores.dtype).min
-    ranked = scores.clamp(min=floor).nan_to_num(floor).masked_fill(~takable, -torch.inf).T.flatten()  # (K * R,)
-    order = ranked.sort(descending=True, stable=True).indices[:capacity]  # (C,)
-    winners = takable.T.flatten()[order].long()
-    return torch.zeros_like(lengths).scatter_add_(0, order % num_rows, winners)
+    return scores.clamp(min=floor).nan_to_num(floor).masked_fill(~takable, -torch.inf).T.flatten()
+
+
+@fused
+def _winners(order: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the C places in front: their rows, and 1 where a row does have so many tokens."""
+    rows = order % len(lengths)
+    return rows, (order // len(lengths) < lengths[rows]).long()

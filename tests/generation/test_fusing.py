@@ -1,0 +1,63 @@
+"""What is compiled where steps are captured says the same as where it is not."""
+
+import shutil
+
+import pytest
+import torch
+
+from tetris_hf.generation.calibration import AcceptanceCalibration
+from tetris_hf.generation.capacity_controller import CapacityController
+from tetris_hf.generation.drafting import Draft, Verification
+from tetris_hf.generation.fusing import fusing
+from tetris_hf.generation.selection import TetrisSelector
+
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of small functions needs c++")
+
+
+def random_step(num_rows: int, depth: int, seed: int) -> Verification:
+    generator = torch.Generator().manual_seed(seed)
+
+    def counts(most: torch.Tensor) -> torch.Tensor:
+        return (torch.rand(num_rows, generator=generator) * (most + 1)).long().clamp(max=most)
+
+    probabilities, expectations = torch.rand(2, num_rows, depth, generator=generator)
+    lengths = counts(torch.full((num_rows,), depth))
+    draft = Draft(torch.zeros(num_rows, depth, dtype=torch.long), lengths, probabilities, expectations)
+    verified = counts(lengths)
+    rows = torch.arange(num_rows)
+    return Verification(rows, draft, verified, counts(verified), None, rows)
+
+
+@pytest.mark.parametrize("num_rows, depth, max_depth", [(4, 2, 6), (9, 3, 6), (5, 6, 4)])
+def test_controller_and_selectors_compiled(num_rows, depth, max_depth):
+    """Of drafts deeper than what is followed, too."""
+    plain, compiled = (CapacityController(num_rows, None, max_depth=max_depth) for _ in range(2))
+    selectors = [TetrisSelector(), TetrisSelector(calibration=plain.calibration), TetrisSelector(score="paper")]
+    for seed in range(3):
+        step = random_step(num_rows, depth, seed)
+        draft = step.draft
+        plain.observe(step)
+        with fusing():
+            compiled.observe(step)
+        for name in ("gains", "_rates", "_rated", "_outcome", "_steps"):
+            torch.testing.assert_close(getattr(compiled, name), getattr(plain, name))
+        torch.testing.assert_close(compiled.calibration.state_dict(), plain.calibration.state_dict())
+        for selector in selectors:
+            for capacity in (1, num_rows, num_rows * depth - 1):
+                wanted = selector(draft, draft.lengths, capacity)
+                with fusing():
+                    assert selector(draft, draft.lengths, capacity).equal(wanted)
+                assert wanted.sum() == min(capacity, draft.lengths.sum())
+
+
+def test_calibration_deeper_than_its_places():
+    """Places behind the last map move that one together, as one after the other would."""
+    step = random_step(40, 5, 0)
+    shared, own = AcceptanceCalibration(max_depth=2), AcceptanceCalibration(max_depth=5)
+    before = shared.state_dict()
+    shared.observe(step)
+    own.observe(step)
+    for name, value in shared.state_dict().items():
+        moves = own.state_dict()[name] - before[name][0]
+        torch.testing.assert_close(value - before[name], torch.stack([moves[0], moves[1:].sum()]))
