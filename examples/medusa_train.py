@@ -2,8 +2,8 @@
 
     python examples/medusa_train.py --output out/heads                  # tiny and random, a minute on a CPU
     accelerate launch examples/medusa_train.py --target FOLDER --output out/heads --num_layers 2 --reads_next_token \\
-        --mixed_precision bf16 --compile --num_prompts 100000 --num_written 40000 --generation_batch 512 \\
-        --generate_with stock --max_new_tokens 320 --target_temperature 0.5
+        --mixed_precision bf16 --compile --num_prompts 100000 --num_written 40000 --generation_batch 1024 \\
+        --max_new_tokens 320 --target_temperature 0.5
 """
 
 import argparse

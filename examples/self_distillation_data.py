@@ -6,6 +6,7 @@ templates. Answers are partly greedy and partly sampled, and end where the targe
 
 import argparse
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from self_distillation_prompts import DATA, documentation, fill, make_openings, 
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tetris_hf import TetrisDecoding
+from tetris_hf import iterate_batch
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,11 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num_written", type=int, default=100, help="prompts, and a third as many passages, that the target writes")
     add("--documentation", nargs="*", default=["transformers"], help="packages whose docstrings serve as passages")
     add(
-        "--temperatures", type=float, nargs="+", default=[0, 0, 0.7, 1], help="one is chosen for each batch; 0: greedy"
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=[0, 0, 0.7, 1],
+        help="of equal shares of the prompts; 0: greedy",
     )
     add("--max_prompt_tokens", type=int, default=768)
     add("--max_new_tokens", type=int, default=64)
@@ -37,7 +42,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         "--generate_with",
         choices=("tetris", "stock"),
         default="tetris",
-        help="this library without drafts, which computes no padding, or plain `generate`",
+        help="this library without drafts, whose rows are refilled as they end, or plain `generate`",
     )
 
 
@@ -121,7 +126,7 @@ def chat_frame(tokenizer: Any) -> tuple[str, str]:
 
 class Writer:
     """
-    Lets the target write, in batches of prompts of about equal length, each process its share.
+    Lets the target write, each process its share.
 
     Args:
         args (`argparse.Namespace`): Of [`add_data_arguments`].
@@ -131,46 +136,55 @@ class Writer:
 
     def __init__(self, args: argparse.Namespace, accelerator: Accelerator, target: PreTrainedModel):
         self.args, self.accelerator, self.target = args, accelerator, target
-        self.rng = random.Random(args.seed)
 
     def answer(
         self, prompts: list[list[int]], what: str, temperatures: list[float] | None = None
     ) -> list[tuple[list[int], list[int]]]:
         """Prompts and the target's continuations, end token included, in any order; the same in all processes."""
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        prompts = sorted(prompts, key=len)
-        size = self.args.generation_batch
-        groups = [prompts[first : first + size] for first in range(0, len(prompts), size)]
-        chosen = [self.rng.choice(temperatures or self.args.temperatures) for _ in groups]
+        temperatures = temperatures or self.args.temperatures
+        # The longest first, so that all others fit the rows made for them; temperatures in turn, over all lengths.
+        prompts = sorted(prompts, key=len, reverse=True)[process::processes]
+        write = self._refilled if self.args.generate_with == "tetris" else self._in_groups
         pairs = []
-        bar = tqdm(total=len(groups[process::processes]), desc=what, disable=not self.accelerator.is_main_process)
-        for group, temperature in zip(groups[process::processes], chosen[process::processes], strict=True):
-            pairs += zip(group, self._continue(group, temperature), strict=True)
-            bar.update()
-        bar.close()
+        for place, temperature in enumerate(temperatures):
+            share = prompts[place :: len(temperatures)]
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+            sampling = {"max_new_tokens": self.args.max_new_tokens, "do_sample": False} | sampling
+            title = f"{what}, temperature {temperature}"
+            bar = tqdm(total=len(share), desc=title, disable=not self.accelerator.is_main_process)
+            for pair in write(share, sampling):
+                pairs.append(pair)
+                bar.update()
+            bar.close()
         everything = gather_object(pairs)
         return broadcast_object_list([everything])[0] if processes > 1 else everything
 
+    def _refilled(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+        """By this library without drafts: a row that ends makes room for the next prompt."""
+        rows = {"batch_size": self.args.generation_batch, "progress_bar": False}
+        for _, output in iterate_batch(self.target, prompts, **rows, **sampling):
+            if output.error:
+                raise RuntimeError(output.error)
+            yield output.prompt_ids, output.generated_tokens
+
     @torch.no_grad()
-    def _continue(self, prompts: list[list[int]], temperature: float) -> list[list[int]]:
+    def _in_groups(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+        """By plain `generate`, batch after batch."""
         config = self.target.generation_config
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        width = max(map(len, prompts))
         pad = config.pad_token_id if config.pad_token_id is not None else ends[0] or 0
-        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-        if self.args.generate_with == "tetris":
-            sampling["custom_generate"] = TetrisDecoding(None, capacity=0)
-        output = self.target.generate(
-            ids.to(self.target.device),
-            attention_mask=mask.to(self.target.device),
-            max_new_tokens=self.args.max_new_tokens,
-            pad_token_id=pad,
-            **({"do_sample": False} | sampling),
-        )
-        answers = output[:, width:].tolist()
-        for answer in answers:
-            first_end = next((place for place, token in enumerate(answer) if token in ends), len(answer))
-            del answer[first_end + 1 :]
-        return answers
+        size = self.args.generation_batch
+        for group in (prompts[first : first + size] for first in range(0, len(prompts), size)):
+            width = max(map(len, group))
+            ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in group])
+            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in group])
+            output = self.target.generate(
+                ids.to(self.target.device),
+                attention_mask=mask.to(self.target.device),
+                pad_token_id=pad,
+                **sampling,
+            )
+            for prompt, answer in zip(group, output[:, width:].tolist(), strict=True):
+                end = next((place for place, token in enumerate(answer) if token in ends), len(answer))
+                yield prompt, answer[: end + 1]
