@@ -9,8 +9,16 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tetris_hf import Draft, DraftSelector, DraftSelectorList, FixedWindowSelector, TetrisSelector
+from tetris_hf import (
+    ConfidenceThresholdSelector,
+    Draft,
+    DraftSelector,
+    DraftSelectorList,
+    FixedWindowSelector,
+    TetrisSelector,
+)
 from tetris_hf.generation.selection import evenly, spend
 
 
@@ -206,6 +214,45 @@ def test_a_selector_that_takes_too_much_is_cut(capacity):
     lengths = DraftSelectorList.of(Greedy(99))(draft, capacity)
     assert int(lengths.sum()) == min(capacity, 5) and (lengths <= draft.lengths).all()
     assert DraftSelectorList.of(Greedy(-2))(draft, capacity).tolist() == [0, 0, 0]
+
+
+class Sorts(TorchDispatchMode):
+    """Counts sorts."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.aten.sort
+        return func(*args, **(kwargs or {}))
+
+
+class Spendthrift(TetrisSelector):
+    """A subclass that forgets the budget."""
+
+    def __call__(self, draft, lengths, capacity):
+        return super().__call__(draft, lengths, capacity) + 1
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 11])
+@pytest.mark.parametrize(
+    "selectors, sorts",
+    [
+        ([TetrisSelector()], 1),
+        ([FixedWindowSelector(2)], 1),
+        ([TetrisSelector(), FixedWindowSelector(1)], 2),
+        ([FixedWindowSelector(2), ConfidenceThresholdSelector(0.5)], 1),
+        ([ConfidenceThresholdSelector(0.5)], 1),
+        ([ConfidenceThresholdSelector(0.5), TetrisSelector()], 1),
+        ([Spendthrift()], 2),
+    ],
+)
+def test_the_budget_holds_and_is_sorted_for_no_more_often_than_need_be(selectors, sorts, capacity):
+    estimates = torch.rand(5, 3, generator=torch.Generator().manual_seed(1))
+    draft = Draft(torch.zeros(5, 3, dtype=torch.long), torch.tensor([3, 2, 3, 0, 3]), estimates, estimates)
+    with Sorts() as counted:
+        lengths = DraftSelectorList.of(selectors)(draft, capacity)
+    assert lengths.sum() <= capacity and (lengths <= draft.lengths).all()
+    assert counted.count == sorts
 
 
 def test_the_default_is_tetris():

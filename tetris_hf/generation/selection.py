@@ -103,6 +103,9 @@ class DraftSelectorList(list[DraftSelector]):
             return lengths
         for selector in self:
             lengths = torch.minimum(lengths, selector(draft, lengths, capacity)).clamp(min=0)
+        # These two spend the budget themselves, and others can only take away; of their subclasses nobody knows.
+        if any(type(selector) in (TetrisSelector, FixedWindowSelector) for selector in self):
+            return lengths
         return spend(evenly(lengths, draft.depth), lengths, capacity)
 
     def wants_deeper(self, draft: Draft, capacity: int) -> bool:
