@@ -2,9 +2,11 @@
 
 import shutil
 
+import kit
 import pytest
 import torch
 
+import tetris_hf
 from tetris_hf.generation.calibration import AcceptanceCalibration
 from tetris_hf.generation.capacity_controller import CapacityController
 from tetris_hf.generation.drafting import Draft, Verification
@@ -61,3 +63,27 @@ def test_calibration_deeper_than_its_places():
     for name, value in shared.state_dict().items():
         moves = own.state_dict()[name] - before[name][0]
         torch.testing.assert_close(value - before[name], torch.stack([moves[0], moves[1:].sum()]))
+
+
+@pytest.mark.parametrize("name", ["assistant", "lookup"])
+def test_whole_calls_compiled(name):
+    """Every small function of a step, the end of rows included: text and counts are the same."""
+    target = kit.tiny()
+    batch = kit.ragged()
+    texts = kit.plain(target, batch, max_new_tokens=24)
+    ends = [int(texts[0, -10]), int(texts[1, -3])]
+
+    def call():
+        drafter = kit.near(target) if name == "assistant" else tetris_hf.PromptLookupDrafter()
+        decoding = tetris_hf.TetrisDecoding(drafter, capacity=6, num_assistant_tokens=3)
+        return target.generate(
+            **batch, custom_generate=decoding, max_new_tokens=24, do_sample=False, eos_token_id=ends, pad_token_id=0,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+
+    wanted = call()
+    with fusing():
+        found = call()
+    assert found.sequences.equal(wanted.sequences)
+    for count in ("drafted", "verified", "accepted", "bonus", "live_steps"):
+        assert getattr(found.tetris_stats, count).equal(getattr(wanted.tetris_stats, count)), count

@@ -102,11 +102,9 @@ class AssistantDrafter(Drafter):
                 # If all drafts and the bonus token were accepted, the last draft is new to the cache as well. Two
                 # tokens in any case: so the shape does not depend on what was accepted. Tokens that another drafter
                 # proposed are new, every one of them.
-                first = torch.minimum(self._cached[live], text_length - 2).clamp(min=0)
-                counts = (text_length - first) * (lengths > 0)
+                first, counts = _newest(self._cached, text_length, lengths, live)
             else:
-                first = text_length + place - 1
-                counts = (lengths > place).long()
+                first, counts = _one_more(text_length, lengths, place)
             most = 1 if place > 0 else depth + 1 if self.shares_rows else 2
             logits = self._fit(self._forward(rows, live, first, counts, most))  # (R, V)
             # A row that drafts no deeper is shown some prefix; its scores are not read.
@@ -133,9 +131,7 @@ class AssistantDrafter(Drafter):
         live, num_accepted = verification.live, verification.num_accepted
         if verification.draft.depth == 0:  # the prompts, or a step without drafts: nothing was fed
             return
-        before = rows.text_length(live) - 1 - num_accepted
-        kept = before + torch.minimum(num_accepted, verification.lengths)
-        self._cached[live] = torch.minimum(self._cached[live], kept)
+        _forget(self._cached, rows.text_length(live), num_accepted, verification.lengths, live)
 
     def _forward(
         self, rows: Rows, live: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, most: int | None = None
@@ -144,8 +140,7 @@ class AssistantDrafter(Drafter):
         Feed `counts[i]` tokens of row `live[i]` from position `first[i]` on; logits at the last of each. `(R, V)`.
         With fixed shapes, room for `most` tokens of every row.
         """
-        all_counts = torch.zeros_like(rows.length).index_copy_(0, live, counts)
-        all_first = torch.zeros_like(rows.length).index_copy_(0, live, first)
+        all_counts, all_first = _of_all(counts, first, live, rows.length)
         assert self._packed is not None, "`begin` comes first"
         if rows.fixed_shapes and most is not None:
             packing = Packing.of(all_counts, all_first, most * rows.num_rows, most, self._context)
@@ -171,3 +166,41 @@ def _most_probable(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Probability and index of the most probable token at each place of `(R, V)`."""
     highest, token = scores.max(-1)
     return (highest - scores.logsumexp(-1)).exp(), token
+
+
+@fused
+def _newest(
+    cached: torch.Tensor, text_length: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First position and number of the tokens that are new to the cache, two at least; `(R,)` each."""
+    first = torch.minimum(cached[live], text_length - 2).clamp(min=0)
+    return first, (text_length - first) * (lengths > 0)
+
+
+@fused
+def _one_more(text_length: torch.Tensor, lengths: torch.Tensor, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for the draft token before `place`."""
+    return text_length + (place - 1), (lengths > place).long()
+
+
+@fused
+def _of_all(
+    counts: torch.Tensor, first: torch.Tensor, live: torch.Tensor, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts and first positions of all N rows, of which those that are not `live` have none."""
+    all_counts, all_first = torch.zeros_like(like), torch.zeros_like(like)
+    all_counts[live], all_first[live] = counts, first
+    return all_counts, all_first
+
+
+@fused
+def _forget(
+    cached: torch.Tensor,
+    text_length: torch.Tensor,
+    num_accepted: torch.Tensor,
+    verified: torch.Tensor,
+    live: torch.Tensor,
+) -> None:
+    """Count no draft token as cached from the first on that did not become text."""
+    kept = text_length - 1 - num_accepted + torch.minimum(num_accepted, verified)
+    cached[live] = torch.minimum(cached[live], kept)

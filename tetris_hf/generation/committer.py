@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .drafting import Verification
+from .fusing import fused
 from .outputs import OutputRecorder
 from .packed_model import PackedOutput
 from .rejection import Accepted
@@ -66,7 +67,7 @@ class Committer:
             `torch.LongTensor` of shape `(R,)`: Tokens committed in each live row.
         """
         rows, live = self.rows, verification.live
-        counts = accepted.counts.masked_fill(rows.finished[live] | (rows.unfed[live] > 0), 0)
+        counts = _only_going(accepted.counts, rows.finished, rows.unfed, live)  # (R,)
         rows.write(live, accepted.tokens, counts)
         kept, finished = self.stopping(rows, live, accepted.tokens, counts)
         self.recorder.record(verification, kept, output, scores)
@@ -96,3 +97,9 @@ class Committer:
         """The last row has ended."""
         if self.streamer is not None:
             self.streamer.end()
+
+
+@fused
+def _only_going(counts: torch.Tensor, finished: torch.Tensor, unfed: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Nothing for rows that have ended or wait for their prompt."""
+    return counts.masked_fill(finished[live] | (unfed[live] > 0), 0)

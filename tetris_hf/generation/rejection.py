@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .fusing import fused
+
 
 @dataclass(frozen=True)
 class Accepted:
@@ -67,24 +69,21 @@ def rejection_sample(
     Returns:
         [`Accepted`]
     """
+    if p.dim() == 1:
+        return Accepted(*_accept_equals(p, tokens, lengths, starts))
     num_rows, depth = tokens.shape
     places = torch.arange(depth, device=tokens.device)
     verified = places < lengths[:, None]  # (R, K)
     # Packed index of the distribution at each place, (R, K).
     index = (starts[:, None] + places).clamp(max=p.shape[0] - 1)
-    if p.dim() == 1:
-        accepts = p[index] == tokens  # (R, K)
-    else:
-        p_token = p[index, tokens]  # (R, K)
-        q_token = torch.ones_like(p_token) if q is None else q.gather(2, tokens[:, :, None])[:, :, 0]
-        # u * q < p is u < p / q without the division; u < 1, so p >= q always accepts and p = 0 never does.
-        accepts = torch.rand_like(p_token) * q_token < p_token
+    p_token = p[index, tokens]  # (R, K)
+    q_token = torch.ones_like(p_token) if q is None else q.gather(2, tokens[:, :, None])[:, :, 0]
+    # u * q < p is u < p / q without the division; u < 1, so p >= q always accepts and p = 0 never does.
+    accepts = torch.rand_like(p_token) * q_token < p_token
     num_accepted = (accepts & verified).long().cumprod(1).sum(1)  # (R,)
 
-    p_at = p[starts + num_accepted]  # (R,) or (R, V)
-    if p.dim() == 1:
-        added = p_at  # where it rejects, the one token of p is not the draft: the residual is p itself
-    elif depth == 0:
+    p_at = p[starts + num_accepted]  # (R, V)
+    if depth == 0:
         added = sample(p_at)
     else:
         rejected = num_accepted < lengths
@@ -100,3 +99,21 @@ def rejection_sample(
         added = sample(residual)
     block = torch.nn.functional.pad(tokens, (0, 1)).scatter(1, num_accepted[:, None], added[:, None])  # (R, K + 1)
     return Accepted(tokens=block, counts=num_accepted + 1)
+
+
+@fused
+def _accept_equals(
+    p: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Tokens `(R, K + 1)` and counts `(R,)` where p is one at a token: drafts stand as far as they equal it, and where
+    one does not, the residual is p itself.
+    """
+    num_accepted = torch.zeros_like(lengths)
+    for place in range(tokens.shape[1]):
+        equal = p[(starts + place).clamp(max=p.shape[0] - 1)] == tokens[:, place]
+        num_accepted = num_accepted + (equal & (num_accepted == place) & (place < lengths)).long()
+    places = torch.arange(tokens.shape[1] + 1, device=tokens.device)
+    added = p[starts + num_accepted][:, None]  # (R, 1)
+    block = torch.where(places == num_accepted[:, None], added, torch.nn.functional.pad(tokens, (0, 1)))  # (R, K + 1)
+    return block, num_accepted + 1

@@ -107,8 +107,7 @@ class Rows:
         Draft tokens that may still be accepted, leaving one column for the bonus token; 0 for rows that have ended or
         wait for their prompt. Shape `(R,)`.
         """
-        room = self.max_length[rows] - 1 - self.length[rows]
-        return room.clamp(min=0).masked_fill(self.finished[rows] | (self.unfed[rows] > 0), 0)
+        return _room(self.length, self.max_length, self.finished, self.unfed, rows)
 
     def feed(self, budget: int) -> torch.Tensor:
         """
@@ -124,7 +123,7 @@ class Rows:
 
     def text_length(self, rows: torch.Tensor) -> torch.Tensor:
         """Committed tokens of each row without padding, shape `(R,)`."""
-        return self.length[rows] - self.padding[rows]
+        return _text_length(self.length, self.padding, rows)
 
     def read(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """
@@ -182,6 +181,19 @@ class Rows:
         width = int(self.length.max())
         beyond = torch.arange(width, device=self.length.device) >= self.length[:, None]
         return self.tokens[:, :width].masked_fill(beyond, self.pad_token_id)
+
+
+@fused
+def _text_length(length: torch.Tensor, padding: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return length[rows] - padding[rows]
+
+
+@fused
+def _room(
+    length: torch.Tensor, max_length: torch.Tensor, finished: torch.Tensor, unfed: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    room = (max_length[rows] - 1 - length[rows]).clamp(min=0)
+    return room.masked_fill(finished[rows] | (unfed[rows] > 0), 0)
 
 
 @fused

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .fusing import fused
 from .staircase import Staircase
 
 
@@ -100,15 +101,8 @@ class TetrisStats:
             accepted (`torch.LongTensor` of shape `(R,)`): Draft tokens accepted.
             kept (`torch.LongTensor` of shape `(R,)`): Tokens committed, after the cut at the end of a row.
         """
-        places = torch.arange(self.drafted.shape[1], device=live.device)
-        for total, lengths in (
-            (self.drafted, drafted),
-            (self.verified, verified),
-            (self.accepted, torch.minimum(accepted, kept)),
-        ):
-            total[live] += (places < lengths[:, None]).long()  # (R, K)
-        self.bonus[live] += (kept > accepted).long()
-        self.live_steps[live] += (kept > 0).long()
+        totals = self.drafted, self.verified, self.accepted, self.bonus, self.live_steps
+        _count(*totals, live, drafted, verified, accepted, kept)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -178,3 +172,25 @@ class TetrisStats:
 
 def _ratio(part: torch.Tensor, whole: torch.Tensor) -> float:
     return float(part) / float(whole) if float(whole) else float("nan")
+
+
+@fused
+def _count(
+    all_drafted: torch.Tensor,
+    all_verified: torch.Tensor,
+    all_accepted: torch.Tensor,
+    bonus: torch.Tensor,
+    live_steps: torch.Tensor,
+    live: torch.Tensor,
+    drafted: torch.Tensor,
+    verified: torch.Tensor,
+    accepted: torch.Tensor,
+    kept: torch.Tensor,
+) -> None:
+    """[`TetrisStats.count`] in place: totals of shape `(N, K)` or `(N,)`, then what is counted, `(R,)` each."""
+    places = torch.arange(all_drafted.shape[1], device=live.device)
+    all_drafted[live] += (places < drafted[:, None]).long()  # (R, K)
+    all_verified[live] += (places < verified[:, None]).long()
+    all_accepted[live] += (places < torch.minimum(accepted, kept)[:, None]).long()
+    bonus[live] += (kept > accepted).long()
+    live_steps[live] += (kept > 0).long()

@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from .fusing import fused
 from .rows import Rows
 
 
@@ -67,12 +68,10 @@ class RowStopping:
             `tuple[torch.LongTensor, torch.BoolTensor]`, each of shape `(R,)`: tokens to commit, and whether the row
             ends.
         """
-        places = torch.arange(block.shape[1], device=block.device)
-        stops = torch.isin(block, self.eos_token_ids) & (places < counts[:, None])  # (R, J)
-        if self.row_wise:
-            counts, stops = self._ask_by_row(rows, live, counts, stops)
-        first = torch.where(stops, places + 1, block.shape[1] + 1).amin(1)  # (R,)
-        return torch.minimum(counts, first), first <= counts
+        if not self.row_wise:
+            return _cut_at_end_tokens(block, counts, self.eos_token_ids)
+        counts, stops = self._ask_by_row(rows, live, counts, _end_tokens(block, counts, self.eos_token_ids))
+        return _cut(stops, counts)
 
     def _ask_by_row(
         self, rows: Rows, live: torch.Tensor, counts: torch.Tensor, stops: torch.Tensor
@@ -118,3 +117,23 @@ class RowStopping:
             for criterion in self.whole:
                 answer |= torch.as_tensor(criterion(shown, None), device=answer.device)
             rows.cut(answer & (rows.length >= self.settled), self.settled)
+
+
+def _end_tokens(block: torch.Tensor, counts: torch.Tensor, eos_token_ids: torch.Tensor) -> torch.Tensor:
+    """Which of the new tokens `(R, J)` are end tokens."""
+    places = torch.arange(block.shape[1], device=block.device)
+    return (block[:, :, None] == eos_token_ids).any(2) & (places < counts[:, None])
+
+
+def _cut(stops: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens up to the first stop, and whether there is one, `(R,)` each."""
+    places = torch.arange(stops.shape[1], device=stops.device)
+    first = torch.where(stops, places + 1, stops.shape[1] + 1).amin(1)  # (R,)
+    return torch.minimum(counts, first), first <= counts
+
+
+@fused
+def _cut_at_end_tokens(
+    block: torch.Tensor, counts: torch.Tensor, eos_token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _cut(_end_tokens(block, counts, eos_token_ids), counts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .captured_steps import StepSize
+from .fusing import fused
 from .packed_model import PackedModel, PackedOutput
 from .packing import Packing
 from .processing import LogitsProcessing
@@ -58,24 +59,20 @@ class Verifier:
             size ([`StepSize`]): How many there are at most, and of the prompts.
         """
         rows = self.rows
-        last = rows.text_length(rows.everyone) - 1  # (N,)
-        first = last - rows.unfed
         fed = rows.feed(size.feed) if size.feed > 0 else None
-        going = (lengths + 1).masked_fill(rows.finished[live] | (rows.unfed[live] > 0), 0)
-        counts = torch.zeros_like(rows.length).index_copy_(0, live, going)  # (N,)
+        last, counts = _shares(rows.length, rows.padding, rows.unfed, rows.finished, live, lengths)  # (N,) each
         num_tokens = rows.num_rows + min(size.capacity, rows.num_rows * size.depth)
         judged = packing = self._packing(counts, last, num_tokens, size.depth + 1)
         keep = None
         if fed is not None:
+            first = last - rows.unfed - fed
             packing = self._packing(counts + fed, first, num_tokens + size.feed, max(size.depth, size.feed) + 1)
             owners = judged.rows.clamp(min=0)
             keep = ((packing.starts + fed)[owners] + judged.offsets).clamp(max=packing.num_tokens - 1)
         tokens = rows.read(packing.rows, packing.positions)
         output = self.target.forward(tokens, packing, keep=keep, recurring=rows.fixed_shapes)
-        columns = rows.padding[judged.rows] + judged.positions + 1
+        columns, starts = _judged(rows.padding, judged.rows, judged.positions, judged.starts, live)
         scores = self.processing(output.logits, judged.rows, columns)
-        # A row that takes no part may start behind the last token.
-        starts = judged.starts[live].clamp(max=judged.num_tokens - 1)
         return Verified(output, scores, self._distributions(scores, judged.rows, columns), starts)
 
     def prompts(self, live: torch.Tensor) -> Verified:
@@ -107,3 +104,28 @@ class Verifier:
         if self.rows.fixed_shapes:
             return Packing.of(counts, first, num_tokens, max_count, self.target.cache.length)
         return Packing.fitting(counts, first)
+
+
+@fused
+def _shares(
+    length: torch.Tensor,
+    padding: torch.Tensor,
+    unfed: torch.Tensor,
+    finished: torch.Tensor,
+    live: torch.Tensor,
+    lengths: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Position of each row's last committed token, and how many tokens to verify, that one included; `(N,)` each."""
+    going = (lengths + 1).masked_fill(finished[live] | (unfed[live] > 0), 0)  # (R,)
+    counts = torch.zeros_like(length)
+    counts[live] = going
+    return length - padding - 1, counts
+
+
+@fused
+def _judged(
+    padding: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, starts: torch.Tensor, live: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns that packed tokens of shape `(T,)` predict, and where each live row's first one is, `(R,)`."""
+    # A row that takes no part may start behind the last token.
+    return padding[rows] + positions + 1, starts[live].clamp(max=rows.shape[0] - 1)
