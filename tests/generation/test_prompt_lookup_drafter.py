@@ -6,6 +6,7 @@ import torch
 
 from tetris_hf import PromptLookupDrafter
 from tetris_hf.generation.processing import LogitsProcessing
+from tetris_hf.generation.prompt_lookup_drafter import _chances
 from tetris_hf.generation.rows import Rows
 
 
@@ -70,7 +71,8 @@ def test_rows_without_a_match_draft_nothing(target, enabled):
 
 def test_chances_are_learned_by_length_of_the_match(target, enabled):
     drafter = PromptLookupDrafter(2)
-    start = drafter._chances(3).clone()
+    drafter._make_room(3)
+    start = _chances(drafter._tried, drafter._stood, torch.arange(3), 3)  # (3, 3), by length of the match
     assert start[2, 0] > start[1, 0] > start[0, 0]
     batch = {"input_ids": torch.tensor([[7, 8, 9, 10] * 3])}
     out = target.generate(
@@ -87,7 +89,7 @@ def test_chances_are_learned_by_length_of_the_match(target, enabled):
     assert drafter._stood.sum() == stats.accepted.sum()
     assert stats.accepted.sum() <= drafter._tried.sum() <= stats.verified.sum()
     expected = (drafter._stood + 4 * start[:, :3]) / (drafter._tried + 4)
-    torch.testing.assert_close(drafter._chances(3), expected)
+    torch.testing.assert_close(_chances(drafter._tried, drafter._stood, torch.arange(3), 3), expected)
 
 
 def test_ids_that_the_target_cannot_say_are_not_drafted():
