@@ -35,6 +35,7 @@ from scipy.stats import rankdata  # noqa: E402
 from shipped import shipped_drafter  # noqa: E402
 
 import tetris_hf  # noqa: E402
+from tetris_hf.generation.drafting import judged  # noqa: E402
 
 
 ESTIMATES = ("largest probability", "margin of the top two", "expectation over q", "entropy bound", "calibrated")
@@ -115,20 +116,18 @@ class Recorder(tetris_hf.DraftSelector):
         if draft.depth == 0:
             return
         q = self.distributions.take()  # (R, K, V)
-        places = torch.arange(draft.depth)
-        accepted = torch.minimum(verification.num_accepted, verification.lengths)[:, None]
-        judged = (places < verification.lengths[:, None]) & (places <= accepted)  # (R, K)
+        reached, stood = judged(verification.lengths, verification.num_accepted, draft.depth)  # (R, K) each
         columns = (
-            places.expand_as(judged).float(),
+            torch.arange(draft.depth).expand_as(reached).float(),
             draft.expectations,
             margin(q),
             q.square().sum(-1),
             1 - (self.scale * draft.entropies).sqrt(),
             self.calibration(draft.expectations),
             draft.probabilities,
-            (places < accepted).float(),
+            stood.float(),
         )
-        self.rows.append(torch.stack([column[judged].float() for column in columns], dim=1))
+        self.rows.append(torch.stack([column[reached].float() for column in columns], dim=1))
         self.calibration.observe(verification)
 
 

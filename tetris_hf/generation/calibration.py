@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import cached_file
 
-from .drafting import Draft, Verification, survival
+from .drafting import Draft, Verification, judged, survival
 from .fusing import fused
 
 
@@ -54,7 +54,7 @@ class AcceptanceCalibration:
             `torch.FloatTensor` of shape `(R, K)`: Chances.
         """
         self._move_to(estimates.device)
-        return _map(estimates, self.slope, self.shift)
+        return _chances(estimates, self.slope, self.shift)
 
     def calibrated(self, draft: Draft) -> Draft:
         """The draft with chances in the place of its estimates."""
@@ -142,14 +142,14 @@ def _logit(estimates: torch.Tensor) -> torch.Tensor:
     return estimates.float().clamp(1e-4, 1 - 1e-4).logit()
 
 
+def _places(estimates: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """Whose map each place takes, `(K,)`."""
+    return torch.arange(estimates.shape[1], device=estimates.device).clamp(max=len(slope) - 1)
+
+
 def _chances(estimates: torch.Tensor, slope: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    places = torch.arange(estimates.shape[1], device=estimates.device).clamp(max=len(slope) - 1)  # (K,)
+    places = _places(estimates, slope)
     return torch.sigmoid(slope[places] * _logit(estimates) + shift[places])
-
-
-@fused
-def _map(estimates: torch.Tensor, slope: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    return _chances(estimates, slope, shift)
 
 
 @fused
@@ -175,18 +175,16 @@ def _learn(
     rate: float,
 ) -> None:
     """One step of the regression, in place, on estimates of shape `(R, K)`."""
-    column = torch.arange(expectations.shape[1], device=expectations.device)  # (K,)
-    accepted = torch.minimum(num_accepted, lengths)[:, None]  # (R, 1)
-    judged = (column < lengths[:, None]) & (column <= accepted)  # (R, K)
+    reached, stood = judged(lengths, num_accepted, expectations.shape[1])  # (R, K) each
     logit = _logit(expectations)
-    error = ((column < accepted).float() - _chances(expectations, slope, shift)) * judged  # (R, K)
+    error = (stood.float() - _chances(expectations, slope, shift)) * reached  # (R, K)
     # A place that few rows reach moves by less: one draft would otherwise weigh as much as a whole batch of them.
-    count = judged.sum(0).clamp(min=8)
+    count = reached.sum(0).clamp(min=8)
     # A logit of 8 pulls 64 times as hard as one of 1: divided by its square, as Newton's step would be.
-    scale = 1 + (logit.square() * judged).sum(0) / count  # (K,)
+    scale = 1 + (logit.square() * reached).sum(0) / count  # (K,)
     moves = torch.stack([rate * (error * logit).sum(0) / count / scale, rate * error.sum(0) / count])  # (2, K)
     places = torch.arange(len(slope), device=slope.device)  # (max_depth,)
-    own = column.clamp(max=len(slope) - 1)[:, None] == places  # (K, max_depth)
+    own = _places(expectations, slope)[:, None] == places  # (K, max_depth)
     moves = (moves[:, :, None] * own).sum(1)  # (2, max_depth)
     slope.copy_((slope + moves[0]).clamp(min=0.05))  # monotone
     shift.add_(moves[1])

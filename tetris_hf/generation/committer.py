@@ -12,7 +12,7 @@ from .fusing import fused
 from .outputs import OutputRecorder
 from .packed_model import PackedOutput
 from .rejection import Accepted
-from .rows import Rows
+from .rows import Rows, resting
 from .stopping import RowStopping
 from .streaming import RowStreamer, stream_new_tokens
 
@@ -102,4 +102,4 @@ class Committer:
 @fused
 def _only_going(counts: torch.Tensor, finished: torch.Tensor, unfed: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     """Nothing for rows that have ended or wait for their prompt."""
-    return counts.masked_fill(finished[live] | (unfed[live] > 0), 0)
+    return counts.masked_fill(resting(finished, unfed, live), 0)

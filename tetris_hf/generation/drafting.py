@@ -88,6 +88,13 @@ def survival(
     return torch.stack(scores, 1).masked_fill(places >= lengths[:, None], -torch.inf)  # (R, K)
 
 
+def judged(lengths: torch.Tensor, num_accepted: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which drafts were judged, verified and behind none that was rejected, and which of those stood; `(R, depth)`."""
+    places = torch.arange(depth, device=lengths.device)
+    reached = (places < lengths[:, None]) & (places <= num_accepted[:, None])
+    return reached, reached & (places < num_accepted[:, None])
+
+
 @fused
 def _prefix_scores(
     probabilities: torch.Tensor, expectations: torch.Tensor, lengths: torch.Tensor, predictable: bool

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 import torch
 from transformers import PreTrainedModel
 
-from .drafting import Draft, Drafter, Verification
+from .drafting import Draft, Drafter, Verification, judged
 from .fusing import fused
 from .processing import LogitsProcessing
 from .rows import Rows
@@ -99,9 +99,7 @@ def _learn(
     num_accepted: torch.Tensor,
 ) -> None:
     """Count, in place, the copied tokens that were verified behind none that was rejected, and those that stood."""
-    places = torch.arange(tried.shape[1], device=tried.device)
-    reached = (places < lengths[:, None]) & (places <= num_accepted[:, None])  # (R, K)
-    right = reached & (places < num_accepted[:, None])
+    reached, right = judged(lengths, num_accepted, tried.shape[1])  # (R, K) each
     own = (match[:, None] == torch.arange(tried.shape[0], device=tried.device))[:, :, None]  # (R, sizes, 1)
     tried += (own & reached[:, None]).float().sum(0)
     stood += (own & right[:, None]).float().sum(0)

@@ -183,6 +183,11 @@ class Rows:
         return self.tokens[:, :width].masked_fill(beyond, self.pad_token_id)
 
 
+def resting(finished: torch.Tensor, unfed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Which of `rows`, of shape `(R,)`, have ended or wait for their prompt."""
+    return finished[rows] | (unfed[rows] > 0)
+
+
 @fused
 def _text_length(length: torch.Tensor, padding: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return length[rows] - padding[rows]
@@ -193,7 +198,7 @@ def _room(
     length: torch.Tensor, max_length: torch.Tensor, finished: torch.Tensor, unfed: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
     room = (max_length[rows] - 1 - length[rows]).clamp(min=0)
-    return room.masked_fill(finished[rows] | (unfed[rows] > 0), 0)
+    return room.masked_fill(resting(finished, unfed, rows), 0)
 
 
 @fused

@@ -14,7 +14,7 @@ from .fusing import fused
 from .packed_model import PackedModel, PackedOutput
 from .packing import Packing
 from .processing import LogitsProcessing
-from .rows import Rows
+from .rows import Rows, resting
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,8 @@ def _shares(
     lengths: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Position of each row's last committed token, and how many tokens to verify, that one included; `(N,)` each."""
-    going = (lengths + 1).masked_fill(finished[live] | (unfed[live] > 0), 0)  # (R,)
     counts = torch.zeros_like(length)
-    counts[live] = going
+    counts[live] = (lengths + 1).masked_fill(resting(finished, unfed, live), 0)
     return length - padding - 1, counts
 
 
