@@ -11,6 +11,7 @@ import tetris_hf
 from tetris_hf import TetrisDecoding, generate_batch
 from tetris_hf.generation import auto_capacity, batch_job
 from tetris_hf.generation.cost_table import CostTable
+from tetris_hf.generation.speculation import Speculation
 
 
 @pytest.fixture(params=["eager", "fixed shapes"], autouse=True)
@@ -120,6 +121,42 @@ def test_a_catching_up_drafter_knows_the_whole_text(monkeypatch):
     out = kit.speculate(target, kit.ragged(), kit.near(target, noise=0.0), "auto", 3, max_new_tokens=40)
     assert torch.equal(out.sequences, kit.plain(target, kit.ragged(), max_new_tokens=40))
     assert out.tetris_stats.vsr == 1 and len(turns) > 4
+
+
+@pytest.mark.parametrize("job", [False, True])
+def test_the_clock_counts_steps_alone(job, monkeypatch):
+    """Not prompts, of whatever length and whenever they come, nor the steps of another setting."""
+    now, timed = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(batch_job, "FEEDS", (0, 8))
+    monkeypatch.setattr(CostTable, "refine", lambda table, *args: timed.append(args))
+
+    def taking(name, seconds):
+        method = getattr(Speculation, name)
+
+        def slow(speculation, *args, **kwargs):
+            now[0] += seconds(speculation, *args, **kwargs)
+            return method(speculation, *args, **kwargs)
+
+        monkeypatch.setattr(Speculation, name, slow)
+
+    def step_seconds(speculation, live=None, feed=0):
+        return 1 + 0.05 * speculation.depth + 0.001 * speculation.capacity + (70 if feed else 0)
+
+    taking("prefill", lambda *args: 1000)
+    taking("step", step_seconds)
+    target = kit.tiny(max_position_embeddings=512)
+    if job:
+        inputs = [[3 + i, 4, 5 + i] for i in range(12)]
+        settings = {"do_sample": False, "max_new_tokens": 120, "eos_token_id": None}
+        generate_batch(target, inputs, kit.near(target), "auto", 3, 3, progress_bar=False, **settings)
+    else:
+        for seed in (0, 1):
+            settings = {"max_new_tokens": 90, "eos_token_id": None}
+            kit.speculate(target, kit.ragged(seed=seed), kit.near(target), "auto", 3, **settings)
+    assert len(timed) > 3
+    for capacity, depth, seconds in timed:
+        assert seconds == pytest.approx(1 + 0.05 * depth + 0.001 * capacity), (capacity, depth)
 
 
 def test_jobs_choose_too(costs, monkeypatch):

@@ -18,7 +18,7 @@ from .capacity_controller import CapacityController, candidates
 from .captured_steps import StepSize
 from .cost_key import cost_key
 from .cost_table import CostTable
-from .cuda_graph import drawing_none
+from .cuda_graph import LateCopies, Moment, drawing_none
 
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class AutoCapacity:
     def __init__(self, controller: CapacityController):
         self.controller = controller
         self.steps: dict[tuple[int, int], int] = {}
+        self._count, self._pure = 0, True  # steps of the window, and whether its time is theirs alone
 
     def prepare(self, speculation: Speculation) -> None:
         """Make sure that the costs of steps are known: from disk, or timed now, on a batch of its own."""
@@ -83,16 +84,15 @@ class AutoCapacity:
     def begin(self, speculation: Speculation) -> None:
         """Start a call."""
         self.steps = {}
-        self._gone = torch.zeros(2, speculation.rows.num_rows, dtype=torch.long)
+        self._gone = torch.zeros(2, speculation.rows.num_rows)
+        self._told = LateCopies()
         speculation.capacity, speculation.depth = self.controller.begin(closed=not speculation.refills)
-        self._open()
-
-    def _open(self) -> None:
-        self._count, self._pure, self._start = 0, True, time.perf_counter()
+        self._open(speculation)
 
     def count(self, speculation: Speculation, feed: int = 0) -> None:
         """
-        After every step.
+        After every step. Where steps are captured, what a window of them taught is read when the next step is under
+        way, so that the device never waits; that step is of the old setting still, and belongs to no window.
 
         Args:
             speculation ([`Speculation`]): What runs.
@@ -101,27 +101,49 @@ class AutoCapacity:
         setting = speculation.capacity, speculation.depth
         self.steps[setting] = self.steps.get(setting, 0) + 1
         self._count += 1
-        self._pure = self._pure and feed == 0
-        if self._count < self.controller.interval:
-            return
-        gains = self.controller.gains.cpu()  # waits for the steps, so that the clock tells their time
-        seconds = (time.perf_counter() - self._start) / self._count if self._pure else None
-        if not speculation.refills:
-            self._look_at_rows(speculation)
-        speculation.capacity, speculation.depth = self.controller.decide(seconds, gains)
-        self._open()
-        if setting[1] == 0 and speculation.depth > 0:
-            speculation.catch_up()
+        if self._count <= self.controller.interval:
+            self._pure = self._pure and feed == 0
+        if self._count == self.controller.interval:
+            self._end = Moment(speculation.rows.length.device)
+            self._told.put(self._state(speculation))
+        if self._count == self.controller.interval + (speculation.captured is not None):
+            self._decide(speculation)
+
+    def prefilled(self, speculation: Speculation) -> None:
+        """After a forward over prompts, whose time is that of no step."""
+        if self._count == 0:
+            self._start = Moment(speculation.rows.length.device)
+        else:
             self._pure = False
 
-    def _look_at_rows(self, speculation: Speculation) -> None:
-        """Show the controller how far each row came in the steps since the last look."""
+    def _open(self, speculation: Speculation) -> None:
+        self._count, self._pure, self._start = 0, True, Moment(speculation.rows.length.device)
+
+    def _state(self, speculation: Speculation) -> torch.Tensor:
+        """What the controller decides by, in one tensor: its gains, and how far each row of a closed batch came."""
+        gains = self.controller.gains  # (S,)
+        if speculation.refills:
+            return gains
         stats, rows = speculation.stats, speculation.rows
         remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
-        counts = torch.stack([stats.accepted.sum(1) + stats.bonus, stats.live_steps, remaining]).cpu()  # (3, N)
-        tokens, steps = counts[:2] - self._gone
-        self.controller.follow_rows(tokens, steps, counts[2])
-        self._gone = counts[:2]
+        counts = torch.stack([stats.accepted.sum(1) + stats.bonus, stats.live_steps, remaining])  # (3, N)
+        return torch.cat([gains, counts.flatten().float()])
+
+    def _decide(self, speculation: Speculation) -> None:
+        state = self._told.get(rest=True)
+        assert state is not None
+        gains, counts = state.tensor_split([len(self.controller.settings)])
+        seconds = self._end.seconds_since(self._start) / self.controller.interval if self._pure else None
+        if not speculation.refills:
+            tokens, steps, remaining = counts.view(3, -1)  # (N,) each
+            self.controller.follow_rows(tokens - self._gone[0], steps - self._gone[1], remaining)
+            self._gone = torch.stack([tokens, steps])
+        drafted = speculation.depth > 0
+        speculation.capacity, speculation.depth = self.controller.decide(seconds, gains)
+        self._open(speculation)
+        if speculation.depth > 0 and not drafted:
+            speculation.catch_up()
+            self._pure = False
 
 
 class _StepTimer:

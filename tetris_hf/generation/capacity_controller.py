@@ -162,9 +162,9 @@ class CapacityController:
         Learn how far the rows came since the last decision. Only drafts in a closed batch teach something.
 
         Args:
-            tokens (`torch.LongTensor` of shape `(N,)`): Tokens that each row gained.
-            steps (`torch.LongTensor` of shape `(N,)`): Steps that each row took part in.
-            remaining (`torch.LongTensor` of shape `(N,)`): Tokens that each row may still get, 0 if it has ended.
+            tokens (`torch.Tensor` of shape `(N,)`, counts): Tokens that each row gained.
+            steps (`torch.Tensor` of shape `(N,)`, counts): Steps that each row took part in.
+            remaining (`torch.Tensor` of shape `(N,)`, counts): Tokens that each row may still get, 0 if it has ended.
         """
         if self._closed and self.setting != (0, 0):
             self._slowest.observe(tokens, steps, remaining)

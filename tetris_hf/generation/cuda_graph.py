@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -137,6 +138,28 @@ class LateCopies:
         if event is not None:
             event.synchronize()
         return value
+
+
+class Moment:
+    """
+    When all work queued so far is done on a device. Nobody waits for it.
+
+    Args:
+        device (`torch.device`): Whose work.
+    """
+
+    def __init__(self, device: torch.device):
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+        self._time = time.perf_counter()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Waits for this moment on a GPU."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1000
 
 
 class StageClock:

@@ -48,9 +48,9 @@ class SlowestRow:
         Learn from a window of steps with drafts.
 
         Args:
-            tokens (`torch.LongTensor` of shape `(N,)`): Tokens that each row gained in it.
-            steps (`torch.LongTensor` of shape `(N,)`): Steps that each row took part in.
-            remaining (`torch.LongTensor` of shape `(N,)`): Tokens that each row may still get, 0 if it has ended.
+            tokens (`torch.Tensor` of shape `(N,)`, counts): Tokens that each row gained in it.
+            steps (`torch.Tensor` of shape `(N,)`, counts): Steps that each row took part in.
+            remaining (`torch.Tensor` of shape `(N,)`, counts): Tokens that each row may still get, 0 if it has ended.
         """
         self._tokens += tokens
         self._steps += steps

@@ -122,6 +122,8 @@ class Speculation:
                 packed.compiles, packed.captures = self.compiles, self.captures_forwards
                 packed.compile_config = self.compile_config
         self._begun = True
+        if self.auto is not None:
+            self.auto.prefilled(self)
         return kept
 
     def step(self, live: torch.Tensor, feed: int = 0) -> torch.Tensor:
