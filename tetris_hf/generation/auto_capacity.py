@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 6
 # C / N and K that are captured in a CUDA graph each: fewer than an eager engine may choose from.
-CAPTURED = ((0.5, (1,)), (1, (1, 2)), (1.5, (2,)), (2, (2, 3)), (3, (3,)), (4, (4,)))
+CAPTURED = ((0.5, (1,)), (1, (1, 2)), (1.5, (2, 3)), (2, (2, 3)), (3, (3,)), (4, (4,)))
 # Tokens of the texts on which steps are timed, and steps: a few to settle, some to time.
 _TEXT, _SETTLING, _TIMED = 64, 2, 5
 
