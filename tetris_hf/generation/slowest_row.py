@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 
-# The share expected before anything was seen, as a power of N: .71, .50, .35, .30 at N = 4, 16, 64, 128. Over random batches
-# of recorded text it was .67, .47, .30, .25, on the average of three drafters.
+# The share expected before anything was seen, as a power of N: .71, .50, .35, .30 at N = 4, 16, 64, 128. Over random
+# batches of recorded text it was .67, .47, .30, .25, on the average of three drafters.
 _EXPONENT = -0.25
-# Steps at the usual pace that each row is given beforehand: few steps of its own say little of the rest of its text, and
-# the slowest of many rows is mostly the unluckiest at first.
+# Steps at the usual pace that each row is given beforehand: few steps of its own say little of the rest of its text,
+# and the slowest of many rows is mostly the unluckiest at first.
 _USUAL_STEPS = 32
 # How much of a batch of many steps later ones keep, and how many steps are half of many.
 _KEEP, _HALF = 0.5, 16
