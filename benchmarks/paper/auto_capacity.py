@@ -30,8 +30,9 @@ from paper.costs import StepCosts  # noqa: E402
 from paper.replay import replay  # noqa: E402
 from paper.traces import Trace  # noqa: E402
 from tetris_hf import Verification  # noqa: E402
-from tetris_hf.generation.auto_capacity import CAPTURED, MAX_DEPTH  # noqa: E402
-from tetris_hf.generation.capacity_controller import CapacityController, candidates  # noqa: E402
+from tetris_hf.generation.auto_capacity import MAX_DEPTH  # noqa: E402
+from tetris_hf.generation.capacity_controller import CapacityController  # noqa: E402
+from tetris_hf.generation.capacity_settings import CAPTURED, candidates  # noqa: E402
 from tetris_hf.generation.cost_table import CostTable  # noqa: E402
 from tetris_hf.generation.rows import Rows  # noqa: E402
 

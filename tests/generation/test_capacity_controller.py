@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from tetris_hf import Draft, Verification
-from tetris_hf.generation.capacity_controller import (
-    CapacityController,
-    best_sums,
-    candidates,
-    learn_rates,
-    promised,
-)
+from tetris_hf.generation.capacity_controller import CapacityController, best_sums, learn_rates
+from tetris_hf.generation.capacity_settings import candidates, promised
 from tetris_hf.generation.cost_table import CostTable
 from tetris_hf.generation.selection import spend
 
@@ -347,21 +342,25 @@ def test_gains_are_what_calibrated_drafts_promise():
         assert gain == pytest.approx(promised(*setting, 6, 0.8), rel=0.15)
 
 
-def test_promises_without_data_fill_places_one_by_one():
-    assert promised(0, 0, 4, 0.5) == 0
-    assert promised(2, 3, 4, 0.5) == pytest.approx(0.25)
-    assert promised(6, 3, 4, 0.5) == pytest.approx(0.5 + 0.25 / 2)
-    assert promised(40, 3, 4, 0.5) == pytest.approx(0.5 + 0.25 + 0.125)
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 16, 64])
-@pytest.mark.parametrize("max_depth", [1, 2, 4, 6, 9])
-def test_settings_are_few_and_possible(num_rows, max_depth):
-    found = candidates(num_rows, max_depth)
-    assert 1 <= len(found) <= 15 and len(set(found)) == len(found)
-    for capacity, depth in found:
-        assert 1 <= capacity <= num_rows * depth and depth <= max_depth
-        assert depth <= min(capacity, -(-capacity // num_rows) + 2)
+def test_what_a_closed_batch_ends_with_does_not_decide_how_the_next_one_begins():
+    """Its last rows are its slowest: what was seen while most rows lived counts, good or bad."""
+    good, bad = [promised(*one, 64, 0.8) for one in candidates(64, 4)], [0.0] * len(candidates(64, 4))
+    for early, late in ((good, bad), (bad, good)):
+        controller = CapacityController(64, table(h100(0.00027), 64), 4)
+        controller.begin(closed=True)
+        for live, gains in ((64, early), (60, early), (4, late), (3, late)):
+            known = torch.tensor([0.0, *gains])
+            remaining = torch.tensor([50] * live + [0] * (64 - live))
+            controller.follow_rows(torch.full((64,), 24), torch.full((64,), 16), remaining)
+            setting = controller.decide(None, known)
+        if early is good:
+            assert setting == (0, 0)
+        begun = controller.begin(closed=True)
+        if early is bad:
+            assert begun == (0, 0) or controller._trying
+        else:
+            assert begun != (0, 0) and not controller._trying
+            assert controller.gains.tolist() == pytest.approx([0.0, *good])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from .capacity_controller import CapacityController, candidates
+from .capacity_controller import CapacityController
+from .capacity_settings import CAPTURED, candidates
 from .captured_steps import StepSize
 from .cost_key import cost_key
 from .cost_table import CostTable
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from .speculation import Speculation
 
 MAX_DEPTH = 6
-# C / N and K that are captured in a CUDA graph each: fewer than an eager engine may choose from.
-CAPTURED = ((0.5, (1,)), (1, (1, 2)), (1.5, (2, 3)), (2, (2, 3)), (3, (3,)), (4, (4,)))
 # Tokens of the texts on which steps are timed, and steps: a few to settle, some to time.
 _TEXT, _SETTLING, _TIMED = 64, 2, 5
 

@@ -11,20 +11,21 @@ from collections.abc import Iterable
 import torch
 
 from .calibration import AcceptanceCalibration
+from .capacity_settings import candidates, promised
 from .cost_table import CostTable
 from .drafting import Verification
 from .expected_gains import best_sums, learn_gains, learn_rates, learn_trust
 from .slowest_row import SlowestRow
 
 
-# C / N, and the K worth trying with each: at most 16 settings with C = 0, since each may become a captured graph.
-_CANDIDATES = ((0.5, (1, 2)), (1, (1, 2, 3)), (1.5, (2, 3)), (2, (2, 3, 4)), (3, (3, 4, 5)), (4, (4, 6)))
 # The chance of a draft token that is assumed before there is data, and the best one that is hoped for in a trial.
 _EXPECTED, _HOPED = 0.7, 0.85
 # Steps between two decisions, and how much better another setting must look.
 _INTERVAL, _MARGIN = 16, 1.015
 # Windows that a setting stays at least, least steps of C = 0 between two trials, share of that time that one may cost.
 _DWELL, _WAIT, _TRIAL_SHARE = 2, 64, 0.008
+# Share of a closed batch's rows that must live for its gains to be those of a next one's start.
+_MOST = 0.75
 
 
 class CapacityController:
@@ -106,7 +107,8 @@ class CapacityController:
         self._expected = [promised(*one, self.num_rows, _EXPECTED) for one in self.settings]
         self._hoped = [promised(*one, self.num_rows, _HOPED) for one in self.settings]
         self.gains.copy_(torch.tensor(self._expected))
-        self._knows = self._trying = False
+        self._early: list[float] | None = None  # `gains` while most rows of a closed batch lived
+        self._knows = self._trying = self._most_live = False
         self._idle = self._windows = 0
         self.interval, self.setting = _INTERVAL, (0, 0)
 
@@ -127,7 +129,12 @@ class CapacityController:
             self.setting = self._best(self._expected)
             self._trying = self.setting != (0, 0)
             self.interval = self._first_window if self._trying else _INTERVAL
-        elif self.setting == (0, 0):
+            return self.setting
+        if closed and self._early is not None:
+            # A batch ends with its slowest rows alone, and mostly without drafts: that says little of the next one.
+            self.gains.copy_(torch.tensor(self._early))
+            self.setting, self.interval = self._clearly_best(self._early), _INTERVAL
+        if self.setting == (0, 0):
             self._try()
         else:
             self._steps.clamp_(max=4)  # other texts
@@ -166,6 +173,7 @@ class CapacityController:
             steps (`torch.Tensor` of shape `(N,)`, counts): Steps that each row took part in.
             remaining (`torch.Tensor` of shape `(N,)`, counts): Tokens that each row may still get, 0 if it has ended.
         """
+        self._most_live = bool((remaining > 0).float().mean() >= _MOST)
         if self._closed and self.setting != (0, 0):
             self._slowest.observe(tokens, steps, remaining)
 
@@ -195,13 +203,14 @@ class CapacityController:
         first, self._trying = self._trying, False
         self._knows, self.interval = True, _INTERVAL
         self._windows += 1
+        if self._closed and self._most_live:
+            self._early = known
         best = self._best(known)
-        now = self._speed(self.setting, known)
         # C = 0 is the safe side, and is left again for a clear gain only.
         margin = 1.0 if best == (0, 0) else _MARGIN
-        if first or (self._windows >= _DWELL and self._speed(best, known) > margin * now):
-            if first and best != (0, 0) and self._speed(best, known) <= _MARGIN * self._speed((0, 0), known):
-                best = (0, 0)
+        if first:
+            self._change(self._clearly_best(known))
+        elif self._windows >= _DWELL and self._speed(best, known) > margin * self._speed(self.setting, known):
             self._change(best)
         return self.setting
 
@@ -234,21 +243,12 @@ class CapacityController:
     def _best(self, gains: list[float]) -> tuple[int, int]:
         return max(self.settings, key=lambda one: self._speed(one, gains))
 
+    def _clearly_best(self, gains: list[float]) -> tuple[int, int]:
+        """The best one if it is clearly better than C = 0, else that."""
+        best = self._best(gains)
+        return best if self._speed(best, gains) > _MARGIN * self._speed((0, 0), gains) else (0, 0)
+
     def _speed(self, setting: tuple[int, int], gains: list[float]) -> float:
         """Tokens per live row and second; in a closed batch, those by which its end comes nearer."""
         share = self._slowest.share if self._closed else 1.0
         return (1 + share * gains[self.settings.index(setting)]) / self.table.step_seconds(*setting)
-
-
-def candidates(
-    num_rows: int, max_depth: int, ratios: Iterable[tuple[float, tuple[int, ...]]] = _CANDIDATES
-) -> list[tuple[int, int]]:
-    """(C, K) worth considering for N rows: C at most N K, and K at most C, as deep as one row can go."""
-    found = [(round(ratio * num_rows + 1e-9), depth) for ratio, depths in ratios for depth in depths]
-    return [(c, k) for c, k in dict.fromkeys(found) if 1 <= k <= min(c, max_depth) and c <= num_rows * k]
-
-
-def promised(capacity: int, depth: int, num_rows: int, chance: float) -> float:
-    """Accepted tokens per row and step if every draft token stands with the same chance."""
-    share = capacity / num_rows
-    return sum(chance**place * min(max(share - place + 1, 0.0), 1.0) for place in range(1, depth + 1))

@@ -159,7 +159,7 @@ class Moment:
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
         self._event.synchronize()
-        return earlier._event.elapsed_time(self._event) / 1000
+        return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
 class StageClock:
