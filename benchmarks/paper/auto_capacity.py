@@ -67,23 +67,26 @@ class Steering:
         self.setting = controller.begin(closed)
         self.seconds, self.used = 0.0, {}
         self._count = 0
-        self._length: torch.Tensor | None = None  # of each row at the last decision, (N,)
+        self._begun: torch.Tensor | None = None  # tokens and steps of each row at the last decision, (2, N)
 
     def __call__(self, rows: Rows, verification: Verification) -> tuple[int, int]:
-        if self._length is None:  # it is asked after a call's first step, in which no row has come to its end
-            self._length, self._steps = rows.length.clone(), torch.zeros_like(rows.length)
-            self._length[verification.live] -= verification.num_accepted + 1
+        if self._begun is None:  # it is asked after a call's first step, in which no row has come to its end
+            self._steps = torch.zeros_like(rows.length)
+            self._begun = torch.stack([rows.length, self._steps])
+            self._begun[0, verification.live] -= verification.num_accepted + 1
         self._steps[verification.live] += 1
         self.controller.observe(verification)
         self.seconds += self.prices[self.setting]
         self.used[self.setting] = self.used.get(self.setting, 0) + 1
         self._count += 1
-        if self._count < self.controller.interval:
-            return self.setting
-        remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
-        self.controller.follow_rows(rows.length - self._length, self._steps, remaining)
-        self.setting = self.controller.decide(self.prices[self.setting] * self.luck.gauss(1, NOISE))
-        self._count, self._length, self._steps = 0, rows.length.clone(), torch.zeros_like(self._steps)
+        if self._count == self.controller.interval:
+            remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
+            self._told = self.controller.gains.clone(), torch.stack([rows.length, self._steps]), remaining
+        if self._count > self.controller.interval:  # a step later, as where steps are captured
+            gains, now, remaining = self._told
+            self.controller.follow_rows(*(now - self._begun), remaining)
+            self.setting = self.controller.decide(self.prices[self.setting] * self.luck.gauss(1, NOISE), gains)
+            self._count, self._begun = 0, now
         return self.setting
 
 
