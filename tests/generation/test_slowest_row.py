@@ -20,12 +20,12 @@ def naive(num_rows, batches):
             live = [row for row in range(num_rows) if remaining[row] > 0 and steps[row] > 0]
             if live and sum(tokens) / sum(steps) >= 1.05:
                 mean = sum(tokens) / sum(steps)
-                paces = {row: (tokens[row] + 32 * (1 + usual * (mean - 1))) / (steps[row] + 32) for row in live}
+                paces = {row: (tokens[row] + 24 * (1 + usual * (mean - 1))) / (steps[row] + 24) for row in live}
                 with_drafts = max(remaining[row] / paces[row] for row in live)
                 seen = (max(remaining[row] for row in live) / with_drafts - 1) / (mean - 1)
                 share = min(1, max(0, seen))
             told.append(share)
-        usual += 0.5 * max(steps) / (max(steps) + 16) * (share - usual)
+        usual += 0.75 * max(steps) / (max(steps) + 16) * (share - usual)
         share = usual
     return told
 

@@ -13,9 +13,9 @@ import torch
 _EXPONENT = -0.25
 # Steps at the usual pace that each row is given beforehand: few steps of its own say little of the rest of its text,
 # and the slowest of many rows is mostly the unluckiest at first.
-_USUAL_STEPS = 32
+_USUAL_STEPS = 24
 # How much of a batch of many steps later ones keep, and how many steps are half of many.
-_KEEP, _HALF = 0.5, 16
+_KEEP, _HALF = 0.75, 16
 # The least mean gain, in tokens per step, from which a share can be told.
 _LEAST_GAIN = 0.05
 
