@@ -27,9 +27,9 @@ demo: $(VENV)/demo.stamp $(VENV)/weights.stamp
 	$(PY) examples/demo.py $(ARGS)
 
 # Tests need no network, and a test that tries it should fail at once and on every machine. Each process of them uses one
-# thread, so as many run side by side as there are cores to use.
+# thread, so as many run side by side as there are cores to use, the slow files first.
 test: $(VENV)/dev.stamp $(VENV)/weights.stamp
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	HF_HUB_OFFLINE=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 quality: $(VENV)/dev.stamp
 	$(PY) -m ruff check .

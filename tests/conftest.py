@@ -16,6 +16,15 @@ torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
 
 
+# Files of which a few tests take long. Begun first, they do not leave one process working alone at the end.
+SLOW = ("test_notebooks.py", "test_examples.py", "test_parallel.py", "test_step_graphs.py", "test_real_text.py")
+
+
+def pytest_collection_modifyitems(items):
+    """With `--dist loadfile --no-loadscope-reorder`, files run in this order."""
+    items.sort(key=lambda item: item.path.name not in SLOW)
+
+
 @pytest.fixture(autouse=True)
 def plain_generate():
     """Whatever a test enables for all models is undone after it."""
