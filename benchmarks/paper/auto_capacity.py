@@ -80,8 +80,7 @@ class Steering:
         self.used[self.setting] = self.used.get(self.setting, 0) + 1
         self._count += 1
         if self._count == self.controller.interval:
-            remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
-            self._told = self.controller.gains.clone(), torch.stack([rows.length, self._steps]), remaining
+            self._told = self.controller.gains.clone(), torch.stack([rows.length, self._steps]), rows.remaining
         if self._count > self.controller.interval:  # a step later, as where steps are captured
             gains, now, remaining = self._told
             self.controller.follow_rows(*(now - self._begun), remaining)

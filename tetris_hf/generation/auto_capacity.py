@@ -6,7 +6,6 @@ Knows when a window of steps begins and ends. Does not know how C and K are chos
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -124,8 +123,7 @@ class AutoCapacity:
         if speculation.refills:
             return gains
         stats, rows = speculation.stats, speculation.rows
-        remaining = (rows.max_length - rows.length).masked_fill(rows.finished, 0)
-        counts = torch.stack([stats.accepted.sum(1) + stats.bonus, stats.live_steps, remaining])  # (3, N)
+        counts = torch.stack([stats.accepted.sum(1) + stats.bonus, stats.live_steps, rows.remaining])  # (3, N)
         return torch.cat([gains, counts.flatten().float()])
 
     def _decide(self, speculation: Speculation) -> None:
@@ -134,9 +132,10 @@ class AutoCapacity:
         gains, counts = state.tensor_split([len(self.controller.settings)])
         seconds = self._end.seconds_since(self._start) / self.controller.interval if self._pure else None
         if not speculation.refills:
-            tokens, steps, remaining = counts.view(3, -1)  # (N,) each
-            self.controller.follow_rows(tokens - self._gone[0], steps - self._gone[1], remaining)
-            self._gone = torch.stack([tokens, steps])
+            counts = counts.view(3, -1)
+            tokens, steps = counts[:2] - self._gone  # (N,) each
+            self.controller.follow_rows(tokens, steps, counts[2])
+            self._gone = counts[:2]
         drafted = speculation.depth > 0
         speculation.capacity, speculation.depth = self.controller.decide(seconds, gains)
         self._open(speculation)
@@ -166,16 +165,11 @@ class _StepTimer:
         with speculation.sized(StepSize(capacity, depth)):
             speculation.begin_again(text)
             for step in range(_SETTLING + _TIMED):
-                start = self._now(device)
+                start = Moment(device)
                 speculation.advance()
+                taken = Moment(device).seconds_since(start)
                 if step >= _SETTLING:
-                    seconds.append(self._now(device) - start)
+                    seconds.append(taken)
                 if bool(rows.finished.all()):
                     speculation.begin_again(text)
         return statistics.median(seconds)
-
-    @staticmethod
-    def _now(device: torch.device) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()

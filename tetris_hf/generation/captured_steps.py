@@ -91,7 +91,7 @@ class CapturedSteps:
     def run(self) -> None:
         """Replay until every row has ended, and once more: the host hears of the end one step late."""
         speculation, rows, ended = self.speculation, self.speculation.rows, LateCopies()
-        steps = int((rows.max_length - rows.length).masked_fill(rows.finished, 0).max())  # each adds a token at least
+        steps = int(rows.remaining.max())  # each adds a token at least
         for number in range(steps):
             length = rows.length.clone() if speculation.committer.streamer is not None else None
             size = speculation.size()

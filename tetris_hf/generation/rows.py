@@ -121,6 +121,11 @@ class Rows:
         self.unfed.sub_(taken)
         return taken
 
+    @property
+    def remaining(self) -> torch.Tensor:
+        """Tokens that each row may still get, 0 if it has ended. Shape `(N,)`."""
+        return (self.max_length - self.length).masked_fill(self.finished, 0)
+
     def text_length(self, rows: torch.Tensor) -> torch.Tensor:
         """Committed tokens of each row without padding, shape `(R,)`."""
         return _text_length(self.length, self.padding, rows)
