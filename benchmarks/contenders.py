@@ -150,7 +150,7 @@ class Bench:
             selector = (
                 tetris_hf.FixedWindowSelector(setting.depth)
                 if setting.contender == "fixed"
-                else tetris_hf.TetrisSelector()
+                else tetris_hf.TetrisSelector(slowest_first=setting.contender == "slowest")
             )
             kwargs |= {
                 "assistant_model": self.drafters[setting.drafter],

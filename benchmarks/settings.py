@@ -15,6 +15,7 @@ CONTENDERS = {
     "c0": "ours, C = 0",
     "fixed": "ours, fixed window",
     "tetris": "ours, TETRIS",
+    "slowest": "ours, TETRIS, slow rows first",
     "auto": 'ours, C = "auto"',
 }
 STOCK = ("dynamic", "static", "batch", "assisted")
@@ -64,7 +65,7 @@ def settings_for(
     """
     found: dict[Setting, None] = {}  # a set that keeps the order
     for contender in (name for name in CONTENDERS if name in contenders):
-        if contender not in ("assisted", "fixed", "tetris", "auto"):
+        if contender not in ("assisted", "fixed", "tetris", "slowest", "auto"):
             found[Setting(contender, capacity=0 if contender == "c0" else None)] = None
             continue
         for drafter, deepest in drafters.items():
@@ -76,7 +77,7 @@ def settings_for(
                 for window in windows:
                     if deepest is None or window <= deepest:
                         found[Setting(contender, drafter, window, window * num_rows)] = None
-            if contender == "tetris":
+            if contender in ("tetris", "slowest"):
                 for depth in (min(depth, deepest or depth) for depth in depths):
                     for ratio in ratios:
                         capacity = max(1, round(ratio * num_rows))

@@ -83,7 +83,7 @@ class Steering:
             self._told = self.controller.gains.clone(), torch.stack([rows.length, self._steps]), rows.remaining
         if self._count > self.controller.interval:  # a step later, as where steps are captured
             gains, now, remaining = self._told
-            self.controller.follow_rows(*(now - self._begun), remaining)
+            self.controller.follow_rows(*(now - self._begun), remaining, gains)
             self.setting = self.controller.decide(self.prices[self.setting] * self.luck.gauss(1, NOISE), gains)
             self._count, self._begun = 0, now
         return self.setting

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -164,6 +164,8 @@ def replay(
         text, done = place(rows, live)  # (R,) each
         deepest = min(depth, int(rows.room(live).max()))
         draft = drafter.propose(rows, live, deepest) if deepest else Draft.empty(live)
+        if not refill and selectors.needs_remaining:
+            draft = replace(draft, remaining=rows.remaining[live])
         stands = leading_matches(draft.tokens, next_text[text, done][:, : draft.depth], draft.lengths)  # (R,)
         for one in selectors:
             if isinstance(one, Foresight):

@@ -104,7 +104,7 @@ def test_a_catching_up_drafter_knows_the_whole_text(monkeypatch):
             turns.append(0)
             return self.settings[0]
 
-        def follow_rows(self, tokens, steps, remaining):
+        def follow_rows(self, tokens, steps, remaining, gains):
             pass
 
         def decide(self, seconds, gains):

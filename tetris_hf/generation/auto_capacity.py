@@ -134,7 +134,7 @@ class AutoCapacity:
         if not speculation.refills:
             counts = counts.view(3, -1)
             tokens, steps = counts[:2] - self._gone  # (N,) each
-            self.controller.follow_rows(tokens, steps, counts[2])
+            self.controller.follow_rows(tokens, steps, counts[2], gains)
             self._gone = counts[:2]
         drafted = speculation.depth > 0
         speculation.capacity, speculation.depth = self.controller.decide(seconds, gains)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,7 @@ class AcceptanceCalibration:
 
     def calibrated(self, draft: Draft) -> Draft:
         """The draft with chances in the place of its estimates."""
-        return Draft(
-            draft.tokens, draft.lengths, self(draft.probabilities), self(draft.expectations), draft.q, draft.entropies
-        )
+        return replace(draft, probabilities=self(draft.probabilities), expectations=self(draft.expectations))
 
     def prefix_scores(self, draft: Draft, predictable: bool = True) -> torch.Tensor:
         """[`Draft.prefix_scores`] of the draft with chances in the place of its estimates, `(R, K)`."""

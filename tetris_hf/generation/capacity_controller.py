@@ -35,7 +35,8 @@ class CapacityController:
     Every step says what *any* setting would have gained, as in DSpark and vLLM's adaptive verification, but by
     calibrated chances: the expected number of accepted tokens of C and K is the sum of the C largest prefix scores at
     the first K places (TETRIS paper, Theorem 1). The seconds come from a [`CostTable`] that the steps themselves
-    correct. In a closed batch, whose end is that of its slowest row, only a share of the gain counts ([`SlowestRow`]).
+    correct. A closed batch ends with its slowest row: where that goes first ([`TetrisSelector`]), rows count by their
+    [`Draft.urgency`], and of the gain only a share, that by which the end came nearer so far ([`SlowestRow`]).
 
     **Sampling stays exact**: C and K are fixed before a step, by earlier steps and by clocks alone, so whether a token
     is verified never depends on that token (`docs/algorithm.md`).
@@ -54,7 +55,8 @@ class CapacityController:
         settings (`list[tuple[int, int]]`): (C, K), (0, 0) first.
         setting (`tuple[int, int]`): The one in force.
         interval (`int`): Steps to run before the next [`decide`].
-        gains (`torch.FloatTensor` of shape `(S,)`): Expected accepted tokens per live row and step, by setting.
+        gains (`torch.FloatTensor` of shape `(S,)`):
+            Expected accepted tokens per live row and step, by setting; a mean over rows weighted by their urgency.
 
     Raises:
         `ValueError`: If `num_rows` or `max_depth` is under 1, or a setting has K < 1, K > `max_depth` or C < 1.
@@ -161,10 +163,14 @@ class CapacityController:
         live, memory = going.sum(), self._memory
         deep = learn_rates(scores, self._rates, self._rated, memory)  # (R, max_depth)
         trust = learn_trust(scores, verification.lengths, verification.num_accepted, live, self._outcome, memory)
-        best = best_sums(deep, self._depths, self._capacities)  # (S,)
-        learn_gains(best, trust, live, self._capacities, self._depths, self.gains, self._steps, memory)
+        urgency = draft.urgency()  # (R,), of 1 but where slow rows go first
+        best = best_sums(deep * urgency[:, None], self._depths, self._capacities)  # (S,)
+        weight = (urgency * going).sum()
+        learn_gains(best, trust, weight, self._capacities, self._depths, self.gains, self._steps, memory)
 
-    def follow_rows(self, tokens: torch.Tensor, steps: torch.Tensor, remaining: torch.Tensor) -> None:
+    def follow_rows(
+        self, tokens: torch.Tensor, steps: torch.Tensor, remaining: torch.Tensor, gains: torch.Tensor | None = None
+    ) -> None:
         """
         Learn how far the rows came since the last decision. Only drafts in a closed batch teach something.
 
@@ -172,10 +178,12 @@ class CapacityController:
             tokens (`torch.Tensor` of shape `(N,)`, counts): Tokens that each row gained.
             steps (`torch.Tensor` of shape `(N,)`, counts): Steps that each row took part in.
             remaining (`torch.Tensor` of shape `(N,)`, counts): Tokens that each row may still get, 0 if it has ended.
+            gains (`torch.FloatTensor` of shape `(S,)`, *optional*): As of [`decide`].
         """
         self._most_live = bool((remaining > 0).float().mean() >= _MOST)
         if self._closed and self.setting != (0, 0):
-            self._slowest.observe(tokens, steps, remaining)
+            gain = (self.gains if gains is None else gains)[self.settings.index(self.setting)]
+            self._slowest.observe(tokens, int(steps.max()), remaining, float(gain))
 
     def decide(self, seconds_per_step: float | None = None, gains: torch.Tensor | None = None) -> tuple[int, int]:
         """

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 # C / N, and the K worth trying with each: at most 16 settings with C = 0, since each may become a captured graph.
 _CANDIDATES = ((0.5, (1, 2)), (1, (1, 2, 3)), (1.5, (2, 3)), (2, (2, 3, 4)), (3, (3, 4, 5)), (4, (4, 6)))
 # C / N and K that are captured in a CUDA graph each: fewer than an eager engine may choose from.
-CAPTURED = ((0.5, (1,)), (1, (1, 2)), (1.5, (2, 3)), (2, (2, 3)), (3, (3,)), (4, (4,)))
+CAPTURED = ((0.5, (2,)), (1, (1, 2)), (1.5, (2, 3)), (2, (2, 3)), (3, (3,)), (4, (4,)))
 
 
 def candidates(

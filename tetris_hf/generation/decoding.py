@@ -27,7 +27,7 @@ from .packed_model import PackedModel, packed_attention, room_for_tokens
 from .processing import LogitsProcessing
 from .rows import Rows
 from .seeded_noise import row_seeds
-from .selection import DraftSelector, DraftSelectorList
+from .selection import DraftSelector, DraftSelectorList, TetrisSelector
 from .speculation import Speculation
 from .stats import TetrisStats
 from .step_cache import prepared
@@ -56,7 +56,7 @@ class TetrisDecoding:
             K, draft tokens proposed per row and step. By default what the call or the assistant's generation config
             says, else `C // N + 1`. With `"auto"` the largest K, by default 6.
         selector ([`DraftSelector`] or a list of them, *optional*):
-            Which drafts are verified, by default [`TetrisSelector`].
+            Which drafts are verified, by default [`TetrisSelector`], with `capacity="auto"` slow rows first.
         streamer ([`RowStreamer`] or `BaseStreamer`, *optional*):
             Receives tokens as they are committed; a stock streamer for one row only.
         seed (`int` or `Sequence[int]`, *optional*):
@@ -86,6 +86,8 @@ class TetrisDecoding:
     ):
         self.capacity = check_capacity(capacity, "capacity")
         self.num_assistant_tokens = check_depth(num_assistant_tokens)
+        if selector is None and self.capacity == "auto":  # which is to be fast, whatever it verifies
+            selector = TetrisSelector(slowest_first=True)
         self.selectors = DraftSelectorList.of(selector)
         self.streamer = streamer
         self.seed = seed

@@ -18,6 +18,11 @@ from .processing import LogitsProcessing
 from .rows import Rows
 
 
+# Tokens that a row may be ahead of the slowest one of a closed batch until its drafts count e times less. Over replays
+# of recorded text, 1 to 4 shorten batches alike, 8 and more less (`docs/choosing_c.md`).
+_LEAD = 2.0
+
+
 @dataclass(frozen=True)
 class Draft:
     """
@@ -36,6 +41,9 @@ class Draft:
             tokens were not sampled: q is then one at the token.
         entropies (`torch.FloatTensor` of shape `(R, K)`, *optional*):
             Entropy in nats of the distribution at each place, if [`~Drafter.keeps_entropies`]; 0 for a copy.
+        remaining (`torch.LongTensor` of shape `(R,)`, *optional*):
+            Tokens that each row may still get. The loop adds it for selectors that ask, where rows that end are not
+            replaced.
     """
 
     tokens: torch.Tensor
@@ -44,6 +52,7 @@ class Draft:
     expectations: torch.Tensor
     q: torch.Tensor | None = None
     entropies: torch.Tensor | None = None
+    remaining: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, live: torch.Tensor) -> Draft:
@@ -71,6 +80,16 @@ class Draft:
         """
         return _prefix_scores(self.probabilities, self.expectations, self.lengths, predictable)
 
+    def urgency(self) -> torch.Tensor:
+        """
+        How much a token of each row brings the end of a closed batch nearer: 1 in the row with the most `remaining`,
+        e times less for every two tokens that a row is ahead of it. 1 everywhere if rows that end are replaced.
+
+        Returns:
+            `torch.FloatTensor` of shape `(R,)`, in (0, 1].
+        """
+        return torch.ones_like(self.probabilities[:, 0]) if self.remaining is None else _urgency(self.remaining)
+
 
 def survival(
     probabilities: torch.Tensor, expectations: torch.Tensor, lengths: torch.Tensor, predictable: bool
@@ -93,6 +112,11 @@ def judged(lengths: torch.Tensor, num_accepted: torch.Tensor, depth: int) -> tup
     places = torch.arange(depth, device=lengths.device)
     reached = (places < lengths[:, None]) & (places <= num_accepted[:, None])
     return reached, reached & (places < num_accepted[:, None])
+
+
+@fused
+def _urgency(remaining: torch.Tensor) -> torch.Tensor:
+    return torch.exp((remaining - remaining.max()) / _LEAD).clamp(min=1e-20)
 
 
 @fused

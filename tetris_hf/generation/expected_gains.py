@@ -81,16 +81,16 @@ def _sums_at(sums: torch.Tensor, depths: torch.Tensor, capacities: torch.Tensor)
 def learn_gains(
     best: torch.Tensor,
     trust: torch.Tensor,
-    live: torch.Tensor,
+    rows: torch.Tensor,
     capacities: torch.Tensor,
     depths: torch.Tensor,
     gains: torch.Tensor,
     steps: torch.Tensor,
     memory: float,
 ) -> None:
-    """Follow what each setting would have gained per live row, of sums of shape `(S,)`."""
-    here = (live > 0).float()
-    rows = live.clamp(min=1)
+    """What each setting would have gained per row, of sums of shape `(S,)`; `rows` live ones or their weight."""
+    here = (rows > 0).float()
+    rows = rows.clamp(min=1)
     most = torch.minimum(capacities / rows, depths.float())
     weight = torch.maximum(1 / (steps + 1), torch.full_like(steps, memory)) * here
     gains += weight * (torch.minimum(best * trust / rows, most) - gains)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -286,14 +286,22 @@ class Speculation:
         if depth == 0:
             return Draft.empty(live)
         if not self.rows.fixed_shapes:
-            self.drafter.wants_deeper = lambda draft: self.selectors.wants_deeper(draft, self.capacity)
+            self.drafter.wants_deeper = lambda draft: self.selectors.wants_deeper(
+                self._told(draft, live), self.capacity
+            )
         try:
             draft = self.drafter.propose(self.rows, live, depth)
         finally:
             self.drafter.wants_deeper = None
         self._lead(draft.tokens, draft.lengths)
         self.rows.write(live, draft.tokens, draft.lengths)
-        return draft
+        return self._told(draft, live)
+
+    def _told(self, draft: Draft, live: torch.Tensor) -> Draft:
+        """The draft with how far its rows are from their ends, if somebody asks and rows are not replaced."""
+        if self.refills or not self.selectors.needs_remaining:
+            return draft
+        return replace(draft, remaining=self.rows.remaining[live])
 
     def _commit(self, accepted: Accepted, verification: Verification, verified: Verified) -> torch.Tensor:
         """Tokens committed in each live row, `(R,)`, of which the drafter is told."""
