@@ -7,7 +7,8 @@ Texts, drafts and what is accepted are those of `record.py`; every step takes wh
 measured (`costs.py`, or `throughput.py`), prompts nothing. Each draw is several calls in a row: closed batches as in
 `generate` or, with `--refill`, jobs whose rows are refilled as in `generate_batch`. In every second draw all calls are
 of the same prompts. The controller begins each draw knowing nothing but costs. The best constant setting is that of
-the whole draw, found afterwards. Prints one JSON line per draw.
+the whole draw, found afterwards, with the default selector and, in closed batches, with slow rows first as the
+controller has them. Prints one JSON line per draw.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch  # noqa: E402
 from paper.costs import StepCosts  # noqa: E402
 from paper.replay import replay  # noqa: E402
 from paper.traces import Trace  # noqa: E402
-from tetris_hf import Verification  # noqa: E402
+from tetris_hf import TetrisSelector, Verification  # noqa: E402
 from tetris_hf.generation.auto_capacity import MAX_DEPTH  # noqa: E402
 from tetris_hf.generation.capacity_controller import CapacityController  # noqa: E402
 from tetris_hf.generation.capacity_settings import CAPTURED, candidates  # noqa: E402
@@ -113,8 +114,8 @@ def contest(
         sets (`Sequence[str]`, *optional*, defaults to `("all",)`): Sets of the trace that prompts are drawn from.
 
     Returns:
-        `dict[str, Any]`: Speed over C = 0 and over the best constant setting of the draw, the least of any call over
-        C = 0, that setting, and what was chosen most in each call.
+        `dict[str, Any]`: Speed over C = 0, over the best constant setting of the draw and over the best one with slow
+        rows first, the least of any call over C = 0, these settings, and what was chosen most in each call.
     """
     luck = random.Random(seed)
     max_depth = min(MAX_DEPTH, trace.drafts[drafter].tokens.shape[2])
@@ -130,22 +131,26 @@ def contest(
     )
     controller.reset()
     total, fixed, least, chosen = 0.0, dict.fromkeys(prices, 0.0), float("inf"), []
+    slow_first = dict(fixed)
     known, prompts = [index for name in sets for index in trace.of(name)], []
     for call in range(calls):
         if call == 0 or seed % 2 == 0:
             wanted = 4 * num_rows if refill else num_rows
             prompts = (luck.sample(known, len(known)) * (1 + wanted // len(known)))[:wanted]
         steering = Steering(controller, prices, luck, closed=not refill)
-        replay(trace, prompts, drafter, num_rows, *steering.setting, refill=refill, steer=steering)
-        seconds = {
-            setting: price * len(replay(trace, prompts, drafter, num_rows, *setting, refill=refill).steps)
-            for setting, price in prices.items()
-        }
-        fixed = {setting: fixed[setting] + seconds[setting] for setting in fixed}
+        slow = TetrisSelector(slowest_first=True)
+        replay(trace, prompts, drafter, num_rows, *steering.setting, slow, refill=refill, steer=steering)
+        before = fixed[0, 0]
+        for setting, price in prices.items():
+            fixed[setting] += price * len(replay(trace, prompts, drafter, num_rows, *setting, refill=refill).steps)
+            if not refill:
+                steps = replay(trace, prompts, drafter, num_rows, *setting, slow, refill=False).steps
+                slow_first[setting] += price * len(steps)
         total += steering.seconds
-        least = min(least, seconds[0, 0] / steering.seconds)
+        least = min(least, (fixed[0, 0] - before) / steering.seconds)
         chosen.append(max(steering.used, key=lambda setting: steering.used[setting]))
     best = min(fixed, key=lambda setting: fixed[setting])
+    best_slow = min(slow_first, key=lambda setting: slow_first[setting])
     return {
         "drafter": drafter,
         "rows": num_rows,
@@ -153,8 +158,10 @@ def contest(
         "seed": seed,
         "over_c0": fixed[0, 0] / total,
         "over_best": fixed[best] / total,
+        "over_best_slow_first": None if refill else slow_first[best_slow] / total,
         "least_call_over_c0": least,
         "best": best,
+        "best_slow_first": None if refill else best_slow,
         "chosen": chosen,
     }
 

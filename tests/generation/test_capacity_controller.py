@@ -9,11 +9,10 @@ import random
 import pytest
 import torch
 
-from tetris_hf import Draft, Verification
+from tetris_hf import Draft, TetrisSelector, Verification
 from tetris_hf.generation.capacity_controller import CapacityController, best_sums, learn_rates
 from tetris_hf.generation.capacity_settings import candidates, promised
 from tetris_hf.generation.cost_table import CostTable
-from tetris_hf.generation.selection import spend
 
 
 DEPTH = 6
@@ -62,12 +61,13 @@ class World:
                 (chances, torch.sigmoid(0.6 * seen - 0.3), torch.rand(shape, generator=generator) < chances)
             )
 
-    def step(self, number, capacity, depth, live):
+    def step(self, number, capacity, depth, live, remaining=None):
         """What a step with C and K does: a `Verification`, and the expected tokens of each row, bonus included."""
         chances, estimates, stands = (tensor[:, :depth] for tensor in self.steps[number])
         lengths = torch.where(live, depth, 0)
-        draft = Draft(torch.zeros(chances.shape, dtype=torch.long), lengths, estimates, estimates)
-        lengths = spend(draft.prefix_scores(), lengths, capacity) if depth else lengths
+        tokens = torch.zeros(chances.shape, dtype=torch.long)
+        draft = Draft(tokens, lengths, estimates, estimates, remaining=remaining)
+        lengths = TetrisSelector(slowest_first=True)(draft, lengths, capacity) if depth else lengths
         verified = torch.arange(depth) < lengths[:, None]
         accepted = (stands & verified).long().cumprod(1).sum(1)
         rows = torch.arange(self.num_rows)
@@ -87,7 +87,7 @@ def decode(world, cost, policy, texts=None, noise=0.01, seed=0):
     for number in range(len(world.steps)):
         if not live.any():
             break
-        verification, expected = world.step(number, *setting, live)
+        verification, expected = world.step(number, *setting, live, left)
         settings.append(setting)
         tokens += float(expected.sum()) if left is None else 0.0
         window += cost(world.num_rows, *setting)
@@ -342,6 +342,26 @@ def test_gains_are_what_calibrated_drafts_promise():
         assert gain == pytest.approx(promised(*setting, 6, 0.8), rel=0.15)
 
 
+def test_in_a_closed_batch_rows_count_by_their_urgency():
+    """What a setting would have gained, by hand: the mean over rows, each as heavy as it is urgent."""
+    settings = [(2, 1), (4, 1), (3, 2), (8, 2)]
+    estimates = torch.rand(4, 2, generator=torch.Generator().manual_seed(1))
+    rows, accepted = torch.arange(4), torch.tensor([1, 0, 2, 1])
+    for remaining in ([9, 9, 9, 9], [9, 5, 8, 1], [500, 20, 20, 20]):
+        controller = CapacityController(4, table(few_rows, 4), 2, settings)
+        known = torch.tensor(remaining)
+        draft = Draft(torch.zeros(4, 2, dtype=torch.long), torch.full((4,), 2), estimates, estimates, remaining=known)
+        scores = controller.calibration.prefix_scores(draft).tolist()
+        controller.observe(Verification(rows, draft, draft.lengths, accepted, None, rows))
+        urgency = [max(2.718281828 ** ((one - max(remaining)) / 2), 1e-20) for one in remaining]
+        trust = (4 + 2) / (sum(map(sum, scores)) + 2)
+        for setting, gain in zip(controller.settings, controller.gains.tolist(), strict=True):
+            capacity, depth = setting
+            ranked = sorted((score * u for row, u in zip(scores, urgency, strict=True) for score in row[:depth]))
+            promised = sum(ranked[::-1][:capacity]) * trust / sum(urgency)
+            assert gain == pytest.approx(min(promised, capacity / sum(urgency), depth), rel=1e-4), setting
+
+
 def test_what_a_closed_batch_ends_with_does_not_decide_how_the_next_one_begins():
     """Its last rows are its slowest: what was seen while most rows lived counts, good or bad."""
     good, bad = [promised(*one, 64, 0.8) for one in candidates(64, 4)], [0.0] * len(candidates(64, 4))
@@ -351,7 +371,7 @@ def test_what_a_closed_batch_ends_with_does_not_decide_how_the_next_one_begins()
         for live, gains in ((64, early), (60, early), (4, late), (3, late)):
             known = torch.tensor([0.0, *gains])
             remaining = torch.tensor([50] * live + [0] * (64 - live))
-            controller.follow_rows(torch.full((64,), 24), torch.full((64,), 16), remaining)
+            controller.follow_rows(torch.full((64,), 24), torch.full((64,), 16), remaining, known)
             setting = controller.decide(None, known)
         if early is good:
             assert setting == (0, 0)

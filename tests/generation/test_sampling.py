@@ -93,6 +93,7 @@ def test_other_drafters_and_selectors(models):
     for settings in (
         {"assistant": AssistantDrafter(models[1], temperature=0.5)},
         {"selector": FixedWindowSelector(2), "capacity": 2 * ROWS},
+        {"selector": TetrisSelector(slowest_first=True)},
         {"assistant": copy.deepcopy(models[0])},
         {"assistant": PromptLookupDrafter(1)},
         {"assistant": [PromptLookupDrafter(1), models[1]]},
@@ -100,6 +101,22 @@ def test_other_drafters_and_selectors(models):
         drawn, _ = draw(models, {}, calls=10, **settings)
         for prompt, tokens in zip(PROMPTS, drawn, strict=True):
             assert p_value(tokens, law(models[0], prompt, {}, 3)) > 1e-3
+
+
+def test_slow_rows_first_keeps_the_law_of_later_tokens(models):
+    """By the third token rows have fallen apart, so that who drafts depends on all that was accepted before."""
+    torch.manual_seed(14)
+    selector = TetrisSelector(slowest_first=True)
+    drawn, stats = draw(models, {}, selector=selector, capacity=ROWS // 2, depth=2, new_tokens=7)
+    assert 0 < stats.verified.sum() < 0.7 * stats.drafted.sum()
+    for prompt, tokens in zip(PROMPTS, drawn, strict=True):
+        assert len(tokens) >= 100_000
+        chances = law(models[0], prompt, {}, 3)
+        assert p_value(tokens, chances) > 1e-3
+        # The chain knows its last token only: three tokens after any other have the law of three after a prompt.
+        for last in range(4):
+            later = tokens[tokens[:, 3] == last][:, 4:]
+            assert p_value(later, law(models[0], (1, last), {}, 3)) > 1e-3
 
 
 def test_the_rule_of_the_paper_fails_the_same_test(models, caplog, monkeypatch):

@@ -6,12 +6,15 @@ sorts instead of walking: same value, exactly C tokens, ties included.
 
 import heapq
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tetris_hf import (
+    AcceptanceCalibration,
     ConfidenceThresholdSelector,
     Draft,
     DraftSelector,
@@ -277,6 +280,47 @@ def test_errors_name_argument_and_value(make, message):
         make()
 
 
+def test_slow_rows_first_is_the_heap_walk_of_scores_times_urgency():
+    generator = torch.Generator().manual_seed(6)
+    for _ in range(200):
+        num_rows, depth = (int(torch.randint(1, 7, (), generator=generator)) for _ in range(2))
+        remaining = torch.randint(0, 30, (num_rows,), generator=generator)
+        lengths = torch.randint(0, depth + 1, (num_rows,), generator=generator)
+        draft = replace(
+            draft_of(torch.rand(num_rows, depth, generator=generator), lengths.tolist()), remaining=remaining
+        )
+        most = max(remaining.tolist())
+        weights = [max(math.exp((one - most) / 2), 1e-20) for one in remaining.tolist()]
+        assert draft.urgency().tolist() == pytest.approx(weights, rel=1e-5)
+        scores = draft.probabilities.cumprod(1) * torch.tensor(weights)[:, None]
+        for capacity in range(num_rows * depth + 1):
+            selected = TetrisSelector(slowest_first=True)(draft, lengths, capacity)
+            assert value(scores, selected) == pytest.approx(
+                value(scores, heap_walk(scores, lengths, capacity)), rel=1e-5
+            )
+            assert int(selected.sum()) == min(capacity, int(lengths.sum()))
+
+
+def test_slow_rows_first_changes_nothing_where_all_are_as_far_or_rows_are_replaced():
+    draft = draft_of(torch.rand(5, 3, generator=torch.Generator().manual_seed(0)))
+    for known in (draft, replace(draft, remaining=torch.full((5,), 7))):
+        assert known.urgency().tolist() == [1.0] * 5
+        for capacity in range(16):
+            slow_first = TetrisSelector(slowest_first=True)(known, known.lengths, capacity)
+            assert torch.equal(slow_first, TetrisSelector()(known, known.lengths, capacity))
+
+
+def test_a_row_far_behind_takes_all_that_it_can_use():
+    chances = torch.tensor([[0.9, 0.9, 0.9], [0.1, 0.1, 0.1], [0.8, 0.8, 0.8]])
+    draft = replace(draft_of(chances), remaining=torch.tensor([10, 60, 9]))
+    assert TetrisSelector(slowest_first=True)(draft, draft.lengths, 4).tolist() == [1, 3, 0]
+    assert TetrisSelector()(draft, draft.lengths, 4).tolist() == [3, 0, 1]
+    for calibration in (None, AcceptanceCalibration(3)):
+        far = replace(draft, remaining=torch.tensor([1, 100_000, 1]))  # the weight of others is next to nothing
+        selected = TetrisSelector(calibration=calibration, slowest_first=True)(far, far.lengths, 7)
+        assert int(selected[1]) == 3 and int(selected.sum()) == 7
+
+
 @pytest.mark.parametrize("score", ["predictable", "paper"])
 def test_a_batch_stops_drafting_exactly_where_nothing_deeper_can_be_selected(score):
     """Drafting place by place: what is selected is what would be selected from drafts of full depth, and going on
@@ -290,22 +334,24 @@ def test_a_batch_stops_drafting_exactly_where_nothing_deeper_can_be_selected(sco
         tokens = torch.zeros(num_rows, depth, dtype=torch.long)
         chances = torch.rand(num_rows, depth, generator=generator).round(decimals=1)
         expectations = torch.maximum(chances, torch.rand(num_rows, depth, generator=generator))
-        for selector in (TetrisSelector(score=score), FixedWindowSelector(), FixedWindowSelector(2)):
-            full = DraftSelectorList([selector])(Draft(tokens, lengths, chances, expectations), capacity)
+        known_ends = {"remaining": torch.randint(1, 6, (num_rows,), generator=generator)}
+        selectors = [TetrisSelector(score=score, slowest_first=slow) for slow in (False, True)]
+        for selector in (*selectors, FixedWindowSelector(), FixedWindowSelector(2)):
+            full = DraftSelectorList([selector])(Draft(tokens, lengths, chances, expectations, **known_ends), capacity)
             place = 1
             while place < depth:
-                so_far = Draft(tokens[:, :place], lengths, chances[:, :place], expectations[:, :place])
+                so_far = Draft(tokens[:, :place], lengths, chances[:, :place], expectations[:, :place], **known_ends)
                 if not selector.wants_deeper(so_far, capacity):
                     break
                 certain = Draft(
                     tokens, lengths, *(torch.cat([known[:, :place], torch.ones_like(known[:, place:])], 1)
-                                       for known in (chances, expectations)),
+                                       for known in (chances, expectations)), **known_ends,
                 )  # fmt: skip
                 deepest = DraftSelectorList([selector])(certain, capacity)
                 assert int(deepest.max()) > place, (selector, so_far, capacity, deepest, place)
                 place += 1
             stopped += place < depth
             short = lengths.clamp(max=place)
-            shallow = Draft(tokens[:, :place], short, chances[:, :place], expectations[:, :place])
+            shallow = Draft(tokens[:, :place], short, chances[:, :place], expectations[:, :place], **known_ends)
             assert torch.equal(DraftSelectorList([selector])(shallow, capacity), full)
     assert stopped > 100

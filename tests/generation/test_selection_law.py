@@ -43,7 +43,7 @@ def law_given_drafts(p: torch.Tensor, q: torch.Tensor, drafts: tuple[int, ...], 
     return law
 
 
-def joint_law(p: torch.Tensor, q: torch.Tensor, selector, capacity: int, depth: int) -> torch.Tensor:
+def joint_law(p: torch.Tensor, q: torch.Tensor, selector, capacity: int, depth: int, remaining=None) -> torch.Tensor:
     """Exact joint law of the first `depth` tokens of two rows, shape `(V ** depth, V ** depth)`."""
     size = len(p)
     selectors = DraftSelectorList.of(selector)
@@ -54,7 +54,9 @@ def joint_law(p: torch.Tensor, q: torch.Tensor, selector, capacity: int, depth: 
         tokens = torch.tensor(pair)
         laws = q[before]  # (2, K, V)
         chances = laws.gather(2, tokens[:, :, None])[:, :, 0]
-        draft = Draft(tokens, torch.full((2,), depth), chances.float(), laws.amax(-1).float(), laws.float())
+        draft = Draft(
+            tokens, torch.full((2,), depth), chances.float(), laws.amax(-1).float(), laws.float(), remaining=remaining
+        )
         lengths = selectors(draft, capacity).tolist()
         one, other = (law_given_drafts(p, q, pair[i], lengths[i]).flatten() for i in range(2))
         total += chances.prod() * torch.outer(one, other)
@@ -84,6 +86,14 @@ def test_two_rows_keep_their_joint_law(selector, capacity, seed):
     p, q = tables(3, seed)
     # The scores travel in float32; their order does not depend on that, so the law is exact to rounding.
     torch.testing.assert_close(joint_law(p, q, selector, capacity, 2), wanted(p, 2), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3, 9])
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+def test_so_they_do_with_slow_rows_first(capacity, ahead):
+    p, q = tables(3)
+    law = joint_law(p, q, TetrisSelector(slowest_first=True), capacity, 2, torch.tensor([20, 20 - ahead]))
+    torch.testing.assert_close(law, wanted(p, 2), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])

@@ -30,6 +30,7 @@ SELECTORS = {
     "fixed, cut": lambda: FixedWindowSelector(2),
     "tetris": TetrisSelector,
     "paper": lambda: TetrisSelector(score="paper"),
+    "slow rows first": lambda: TetrisSelector(slowest_first=True),
     "calibrated": lambda: TetrisSelector(calibration=AcceptanceCalibration()),
     "confidence": lambda: ConfidenceThresholdSelector(0.5),
     "entropy": lambda: EntropySelector(0.5),
@@ -62,6 +63,7 @@ def step(selectors: DraftSelectorList, capacity: int) -> torch.Tensor:
         estimates,
         estimates,
         entropies=torch.rand(ROWS, DEPTH),
+        remaining=torch.tensor([9, 0, 5, 9, 7]),
     )
     lengths = selectors(draft, capacity)
     selectors.observe(Verification(rows, draft, lengths, torch.minimum(lengths, rows % 3), None, rows))

@@ -11,11 +11,11 @@ import torch
 # The share expected before anything was seen, as a power of N: .84, .71, .59, .55 at N = 4, 16, 64, 128. Over random
 # batches of recorded text it was .88, .74, .63, .60 with an assistant, and .56, .40 at 16, 64 with heads.
 _EXPONENT = -0.125
-# Steps with the usual share that each batch is given beforehand: at first, the slowest of many rows is mostly the
-# unluckiest.
-_USUAL_STEPS = 24
+# Steps with drafts at a batch's start that say nothing, since rows that begin side by side fall apart and the slowest
+# is mostly the unluckiest, and steps with the usual share that each batch is given beforehand.
+_START, _USUAL_STEPS = 16, 8
 # How much of a batch of many steps later ones keep, and how many steps are half of many.
-_KEEP, _HALF = 0.75, 16
+_KEEP, _HALF = 0.9, 16
 # The least promised gain, in tokens per step, from which a share can be told.
 _LEAST_GAIN = 0.05
 
@@ -35,12 +35,14 @@ class SlowestRow:
 
     def __init__(self, num_rows: int):
         self._usual = self.share = num_rows**_EXPONENT
-        self._steps = self._promised = self._gained = 0.0
+        self._steps = 0.0
+        self.begin()
 
     def begin(self) -> None:
         """Another batch."""
         self._usual += _KEEP * self._steps / (self._steps + _HALF) * (self.share - self._usual)
         self.share = self._usual
+        self._begun = 0
         self._steps = self._promised = self._gained = 0.0
 
     def observe(self, tokens: torch.Tensor, steps: int, remaining: torch.Tensor, gain: float) -> None:
@@ -53,8 +55,9 @@ class SlowestRow:
             remaining (`torch.Tensor` of shape `(N,)`, counts): Tokens that each row may still get, 0 if it has ended.
             gain (`float`): What was promised per row and step.
         """
-        live = remaining > 0
-        if not bool(live.any()):
+        live, early = remaining > 0, self._begun < _START
+        self._begun += steps
+        if early or not bool(live.any()):
             return
         nearer = (remaining + tokens)[live].max() - remaining[live].max()
         self._steps += steps
