@@ -130,24 +130,31 @@ def contest(
         lambda *setting: prices[setting] * luck.gauss(1, NOISE), num_rows, controller.settings
     )
     controller.reset()
-    total, fixed, least, chosen = 0.0, dict.fromkeys(prices, 0.0), float("inf"), []
-    slow_first = dict(fixed)
+    total, least, chosen = 0.0, float("inf"), []
+    fixed, slow_first = dict.fromkeys(prices, 0.0), dict.fromkeys(prices, 0.0)
+    slow = TetrisSelector(slowest_first=True)
+
+    def seconds(selector: TetrisSelector | None = None) -> dict[tuple[int, int], float]:
+        """Of a call, by setting."""
+        return {
+            setting: price * len(replay(trace, prompts, drafter, num_rows, *setting, selector, refill=refill).steps)
+            for setting, price in prices.items()
+        }
+
     known, prompts = [index for name in sets for index in trace.of(name)], []
     for call in range(calls):
         if call == 0 or seed % 2 == 0:
             wanted = 4 * num_rows if refill else num_rows
             prompts = (luck.sample(known, len(known)) * (1 + wanted // len(known)))[:wanted]
         steering = Steering(controller, prices, luck, closed=not refill)
-        slow = TetrisSelector(slowest_first=True)
         replay(trace, prompts, drafter, num_rows, *steering.setting, slow, refill=refill, steer=steering)
-        before = fixed[0, 0]
-        for setting, price in prices.items():
-            fixed[setting] += price * len(replay(trace, prompts, drafter, num_rows, *setting, refill=refill).steps)
-            if not refill:
-                steps = replay(trace, prompts, drafter, num_rows, *setting, slow, refill=False).steps
-                slow_first[setting] += price * len(steps)
+        of_call = seconds()
+        fixed = {setting: fixed[setting] + of_call[setting] for setting in fixed}
+        if not refill:
+            with_slow = seconds(slow)
+            slow_first = {setting: slow_first[setting] + with_slow[setting] for setting in slow_first}
         total += steering.seconds
-        least = min(least, (fixed[0, 0] - before) / steering.seconds)
+        least = min(least, of_call[0, 0] / steering.seconds)
         chosen.append(max(steering.used, key=lambda setting: steering.used[setting]))
     best = min(fixed, key=lambda setting: fixed[setting])
     best_slow = min(slow_first, key=lambda setting: slow_first[setting])

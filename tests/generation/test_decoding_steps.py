@@ -5,12 +5,13 @@ forwards of the assistant, selection by the heap walk of the TETRIS paper, accep
 """
 
 import heapq
+import math
 
 import kit
 import pytest
 import torch
 
-from tetris_hf import DraftSelector, FixedWindowSelector
+from tetris_hf import DraftSelector, FixedWindowSelector, TetrisSelector, UnionSelector, generate_batch
 
 
 class Watching(DraftSelector):
@@ -60,7 +61,8 @@ def reference(target, assistant, prompts: list[list[int]], new_tokens: int, dept
                 chance.append(float(distribution.max()))
             drafts.append(drafted)
             chances.append(chance)
-        for i, drafted, length in zip(live, drafts, select(chances), strict=True):
+        remaining = [ends[i] - len(texts[i]) for i in live]
+        for i, drafted, length in zip(live, drafts, select(chances, remaining), strict=True):
             accepted = 0
             while accepted < length and drafted[accepted] == int(next_distribution(target, texts[i]).argmax()):
                 texts[i].append(drafted[accepted])
@@ -75,7 +77,10 @@ def reference(target, assistant, prompts: list[list[int]], new_tokens: int, dept
 @pytest.mark.parametrize("capacity, selector", [(4, None), (9, None), (100, FixedWindowSelector())])
 def test_counts_equal_those_of_a_row_by_row_decoder(target, assistants, batch, name, capacity, selector):
     depth, new_tokens = 3, 14
-    select = (lambda c: heap_walk(c, capacity)) if selector is None else (lambda c: [len(row) for row in c])
+
+    def select(chances, remaining):
+        return heap_walk(chances, capacity) if selector is None else [len(row) for row in chances]
+
     prompts = [kit.row(batch, index)["input_ids"][0].tolist() for index in range(3)]
     expected = reference(target, assistants[name], prompts, new_tokens, depth, select)
     out = kit.speculate(target, batch, assistants[name], capacity, depth, selector, max_new_tokens=new_tokens)
@@ -86,6 +91,56 @@ def test_counts_equal_those_of_a_row_by_row_decoder(target, assistants, batch, n
     drafted = out.tetris_stats.drafted
     assert (drafted <= expected["drafted"]).all() and (drafted >= expected["verified"]).all()
     assert torch.equal(drafted, expected["drafted"]) or capacity == 4
+
+
+@pytest.mark.parametrize("name", ["near", "same"])
+@pytest.mark.parametrize("capacity", [2, 4])
+def test_so_they_do_with_slow_rows_first(target, assistants, batch, name, capacity):
+    """Scores of a row two tokens ahead of the slowest one count e times less."""
+    depth, new_tokens = 3, 20
+
+    def select(chances, remaining):
+        urgent = [math.exp((one - max(remaining)) / 2) for one in remaining]
+        weighted = [[row[0] * u, *row[1:]] if row else [] for row, u in zip(chances, urgent, strict=True)]
+        return heap_walk(weighted, capacity)
+
+    prompts = [kit.row(batch, index)["input_ids"][0].tolist() for index in range(3)]
+    expected = reference(target, assistants[name], prompts, new_tokens, depth, select)
+    plain = reference(target, assistants[name], prompts, new_tokens, depth, lambda c, _: heap_walk(c, capacity))
+    selector = TetrisSelector(slowest_first=True)
+    out = kit.speculate(target, batch, assistants[name], capacity, depth, selector, max_new_tokens=new_tokens)
+    assert out.sequences[:, 12:].tolist() == expected["texts"] == plain["texts"]
+    for count in ("verified", "accepted"):
+        assert torch.equal(getattr(out.tetris_stats, count), expected[count]), count
+    assert not torch.equal(expected["verified"], plain["verified"]), "the weights decide something"
+
+
+class Asking(Watching):
+    needs_remaining = True
+
+
+@pytest.mark.parametrize(
+    "wrapped", [lambda asking: asking, lambda asking: UnionSelector([FixedWindowSelector(1), asking])]
+)
+def test_a_selector_that_asks_is_told_how_far_rows_are_where_none_is_replaced(target, near, batch, wrapped):
+    asking = Asking()
+    kit.speculate(target, batch, near, 6, 3, wrapped(asking), max_new_tokens=20)
+    left = [19, 19, 19]  # the prompts' own forward gives the first token
+    for step in asking.verifications:
+        assert step.draft.depth == 0 or step.draft.remaining.tolist() == [left[row] for row in step.live.tolist()]
+        for row, accepted in zip(step.live.tolist(), step.num_accepted.tolist(), strict=True):
+            left[row] -= accepted + 1
+    assert left == [0, 0, 0]
+    silent = Watching()
+    kit.speculate(target, batch, near, 6, 3, silent, max_new_tokens=20)
+    job = Asking()
+    prompts = [kit.row(batch, index)["input_ids"][0].tolist() for index in (0, 1, 2, 0)]
+    generate_batch(
+        target, prompts, assistant_model=near, tetris_capacity=6, num_assistant_tokens=3, tetris_selector=wrapped(job),
+        batch_size=2, max_new_tokens=20, do_sample=False,
+    )  # fmt: skip
+    assert silent.verifications and job.verifications
+    assert all(step.draft.remaining is None for step in silent.verifications + job.verifications)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 5, 7])

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteria
 
 import tetris_hf
-from tetris_hf import MedusaConfig, MedusaHeads, PromptLookupDrafter, TetrisDecoding
+from tetris_hf import MedusaConfig, MedusaHeads, PromptLookupDrafter, TetrisDecoding, TetrisSelector
 from tetris_hf.generation import captured_steps, cuda_graph, decoding, packed_model, step_cache
 from tetris_hf.generation.packing import Packing
 
@@ -136,6 +136,23 @@ def test_greedy_text_is_that_of_plain_generate(name, capacity):
         stats = out.tetris_stats
         assert (stats.verified.sum() <= stats.steps * capacity) and stats.target_forwards >= stats.steps + 1
     assert all(graph.replays > 0 for graph in RunsAgain.made) and RunsAgain.made
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("capacity", [2, 4])
+def test_slow_rows_first_selects_in_a_captured_step_what_it_selects_in_an_eager_one(name, capacity, monkeypatch):
+    target, batch = kit.tiny(), kit.ragged()
+    stats = []
+    for _ in range(2):
+        drafter, selector = DRAFTERS[name](target), TetrisSelector(slowest_first=True)
+        out = kit.speculate(target, batch, drafter, capacity, 3, selector, max_new_tokens=30)
+        assert torch.equal(out.sequences, kit.plain(target, batch, max_new_tokens=30))
+        stats.append(out.tetris_stats)
+        assert out.tetris_stats.verified.sum() <= out.tetris_stats.steps * capacity
+        captured = len(RunsAgain.made)
+        monkeypatch.setattr(decoding, "on_one_gpu", lambda *args: False)
+    assert captured and torch.equal(stats[0].verified, stats[1].verified)
+    assert torch.equal(stats[0].accepted, stats[1].accepted)
 
 
 def test_drafters_catch_up_with_what_others_drafted():

@@ -168,9 +168,7 @@ class TetrisDecoding:
         check_request(input_ids, generation_config, logits_processor, model_kwargs)
         if self.drafter is not None:
             self.drafter.check(model)
-            self.drafter.keeps_entropies = any(
-                getattr(selector, "needs_entropies", False) for selector in self.selectors
-            )
+            self.drafter.keeps_entropies = self.selectors.needs_entropies
         if generation_config.do_sample and self.seed is None:  # with seeds, no selector can bias
             for selector in self.selectors:
                 selector.check_sampling()

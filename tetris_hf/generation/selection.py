@@ -111,6 +111,11 @@ class DraftSelectorList(list[DraftSelector]):
         return spend(evenly(lengths, draft.depth), lengths, capacity)
 
     @property
+    def needs_entropies(self) -> bool:
+        """Whether some selector reads the entropies of a draft."""
+        return any(getattr(selector, "needs_entropies", False) for selector in self)
+
+    @property
     def needs_remaining(self) -> bool:
         """Whether some selector asks for [`Draft.remaining`]."""
         return any(getattr(selector, "needs_remaining", False) for selector in self)

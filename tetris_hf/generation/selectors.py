@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from .drafting import Draft, Verification
-from .selection import DraftSelector, evenly, spend
+from .selection import DraftSelector, DraftSelectorList, evenly, spend
 
 
 class ConfidenceThresholdSelector(DraftSelector):
@@ -80,7 +80,7 @@ class UnionSelector(DraftSelector):
     def __init__(self, selectors: Sequence[DraftSelector]):
         if len(selectors) < 2:
             raise ValueError(f"`selectors` must be two or more, got {len(selectors)}.")
-        self.selectors = list(selectors)
+        self.selectors = DraftSelectorList(selectors)
 
     @property
     def is_capturable(self) -> bool:  # type: ignore[override]
@@ -88,14 +88,17 @@ class UnionSelector(DraftSelector):
 
     @property
     def needs_entropies(self) -> bool:  # type: ignore[override]
-        return any(selector.needs_entropies for selector in self.selectors)
+        return self.selectors.needs_entropies
+
+    @property
+    def needs_remaining(self) -> bool:  # type: ignore[override]
+        return self.selectors.needs_remaining
 
     def __call__(self, draft: Draft, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
         return torch.stack([selector(draft, lengths, capacity) for selector in self.selectors]).amax(0)
 
     def observe(self, verification: Verification) -> None:
-        for selector in self.selectors:
-            selector.observe(verification)
+        self.selectors.observe(verification)
 
     def check_sampling(self) -> None:
         for selector in self.selectors:
