@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -36,7 +35,8 @@ def start(argv, dies=(None, 0)):
 
 def run_and_exit(argv, dies):
     """
-    Run the command. `dies`: `("byte", n)`, with the n-th byte that it writes, `("forward", n)`, with its n-th forward.
+    Run the command. `dies`: `("byte", n)`, with the n-th byte that it writes, `("forward", n)`, with its n-th forward,
+    `("ctrl-c", n)`, interrupted in that forward.
     """
     torch.set_num_threads(1)
     kind, moment = dies
@@ -49,13 +49,14 @@ def run_and_exit(argv, dies):
             self._file = io.BufferedWriter(FatalFile(path, moment))
 
         RecordFile.__init__ = opening
-    elif kind == "forward":
+    elif kind is not None:
+        number = signal.SIGINT if kind == "ctrl-c" else signal.SIGKILL
         forward, calls = PackedModel.forward, []
 
         def computing(self, *args, **kwargs):
             calls.append(self)
             if len(calls) == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
             return forward(self, *args, **kwargs)
 
         PackedModel.forward = computing
@@ -118,10 +119,8 @@ def test_a_file_cut_anywhere_is_taken_up(tmp_path):
 
 def test_ctrl_c_ends_with_whole_records(folder, prompts, tmp_path):  # noqa: F811
     out = tmp_path / "out.jsonl"
-    job = start(arguments(folder, prompts, "--assistant", folder / "near", "--output", out, "--max-new-tokens", 100))
-    while job.is_alive() and not (out.exists() and out.read_bytes().count(b"\n") >= 4):
-        time.sleep(0.0005)
-    os.kill(job.pid, signal.SIGINT)
+    asked = arguments(folder, prompts, "--assistant", folder / "near", "--output", out, "--max-new-tokens", 100)
+    job = start(asked, ("ctrl-c", 700))
     job.join()
     assert job.exitcode == 130
     assert out.read_bytes().endswith(b"\n") and 4 <= len(records_of(out)) < 40
