@@ -39,6 +39,8 @@ def run_and_exit(argv, dies):
     `("ctrl-c", n)`, interrupted in that forward.
     """
     torch.set_num_threads(1)
+    # A shell that starts tests in its background has them ignore Ctrl-C, and processes inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     kind, moment = dies
     if kind == "byte":
         opened = RecordFile.__init__
