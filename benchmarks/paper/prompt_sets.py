@@ -1,4 +1,4 @@
-"""Prompts by set: Spec-Bench's six families, and verse to repeat in the place of the paper's Sonnet.
+"""Prompts by set: Spec-Bench's six families, verse to repeat in the place of the paper's Sonnet, and a refrain to copy.
 
 Knows texts. Does not know tokenizers or models.
 """
@@ -10,12 +10,17 @@ from pathlib import Path
 from drafters import FAMILIES, families
 
 
-SONNET = "sonnet"
+SONNET, REFRAIN = "sonnet", "refrain"
 SPEC_BENCH = (*FAMILIES, "conversation")
 # In the place of the paper's ShareGPT, Arena and Tough.
 PLACES = {"ShareGPT": "conversation", "Arena": "math_reasoning", "Tough": "qa"}
-# Sets that are made of others, in equal parts: the paper's Mix is Sonnet and Tough.
-MIXES = {"spec-bench": SPEC_BENCH, "mix": (SONNET, PLACES["Tough"])}
+# Sets that are made of others, in equal parts: the paper's Mix is Sonnet and Tough. In `easy-hard`, half of the rows say
+# what was said before, where nearly every copied token stands, and half do not.
+MIXES = {
+    "spec-bench": SPEC_BENCH,
+    "mix": (SONNET, PLACES["Tough"]),
+    "easy-hard": (REFRAIN, PLACES["Tough"]),
+}
 
 # Verse of our own, in the place of the poem that the paper's synthetic task repeats (section 5.4).
 LINES = (
@@ -54,6 +59,12 @@ REQUESTS = (
     "Write these lines again, one after the other, without changing a word:",
     "Say these lines after me, exactly as they are:",
 )
+COPY_REQUESTS = (
+    "Copy all of these lines, word for word:",
+    "Write down every one of these lines again, in the same order:",
+    "Go on like this, without an end:",
+)
+TIMES = 8  # that a couplet is said
 
 
 def sonnet(count: int) -> list[str]:
@@ -63,6 +74,16 @@ def sonnet(count: int) -> list[str]:
         start, request = (number * 5) % len(LINES), REQUESTS[number // len(LINES)]
         lines = [LINES[(start + place) % len(LINES)] for place in range(6 + number % 5)]
         prompts.append(request + "\n\n" + "\n".join(lines))
+    return prompts
+
+
+def refrain(count: int) -> list[str]:
+    """`count` prompts, at most 84, that ask for a couplet said eight times to be copied, no two alike."""
+    prompts = []
+    for number in range(min(count, len(LINES) * len(COPY_REQUESTS))):
+        start = number % len(LINES)
+        couplet = LINES[start] + "\n" + LINES[(start + 1) % len(LINES)]
+        prompts.append(COPY_REQUESTS[number // len(LINES)] + "\n\n" + "\n\n".join([couplet] * TIMES))
     return prompts
 
 
@@ -76,7 +97,7 @@ def prompt_sets(path: Path, per_set: int, max_characters: int) -> dict[str, list
         max_characters (`int`): Longer prompts are left out.
 
     Returns:
-        `dict[str, list[str]]`: `translation`, `summarization`, `qa`, `math_reasoning`, `rag`, `conversation` and
-        `sonnet`.
+        `dict[str, list[str]]`: `translation`, `summarization`, `qa`, `math_reasoning`, `rag`, `conversation`,
+        `sonnet` and `refrain`.
     """
-    return {**families(path, per_set, max_characters), SONNET: sonnet(per_set)}
+    return {**families(path, per_set, max_characters), SONNET: sonnet(per_set), REFRAIN: refrain(per_set)}

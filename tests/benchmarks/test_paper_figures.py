@@ -61,12 +61,16 @@ def test_the_sets_are_those_of_the_paper(paper, tmp_path):
     lines = [json.dumps({"category": name, "turns": [f"{name} {n}"]}) for name in categories for n in range(3)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     found = sets.prompt_sets(tmp_path / "prompts.jsonl", 2, 100)
-    assert set(found) == {*sets.SPEC_BENCH, sets.SONNET} and all(len(texts) == 2 for texts in found.values())
+    assert set(found) == {*sets.SPEC_BENCH, sets.SONNET, sets.REFRAIN} and all(len(texts) == 2 for texts in found.values())
     assert found["qa"] == ["qa 0", "qa 1"] and found["conversation"] == ["writing 0", "writing 1"]
     verses = sets.sonnet(1000)
     assert len(set(verses)) == len(verses) == len(sets.LINES) * len(sets.REQUESTS)
     assert all(6 <= sum(line in verse for line in sets.LINES) <= 10 for verse in verses)
     assert set(sets.MIXES["mix"]) == {sets.SONNET, sets.PLACES["Tough"]}
+    refrains = sets.refrain(1000)
+    assert len(set(refrains)) == len(refrains) == len(sets.LINES) * len(sets.COPY_REQUESTS)
+    assert all(sorted(refrain.count(line) for line in sets.LINES)[-3:] == [0, 8, 8] for refrain in refrains)
+    assert all(set(parts) <= set(found) for parts in sets.MIXES.values())
 
 
 def test_methods_have_the_sizes_of_the_paper(paper):
