@@ -50,6 +50,7 @@ class Steering:
         prices (`dict[tuple[int, int], float]`): Seconds of a step by C and K.
         luck (`random.Random`): Of the clock.
         closed (`bool`): Whether rows that end are not replaced.
+        longest (`int`): Tokens that a row may get at most.
 
     Attributes:
         setting (`tuple[int, int]`): C and K in force.
@@ -63,9 +64,10 @@ class Steering:
         prices: dict[tuple[int, int], float],
         luck: random.Random,
         closed: bool,
+        longest: int,
     ):
         self.controller, self.prices, self.luck = controller, prices, luck
-        self.setting = controller.begin(closed)
+        self.setting = controller.begin(closed, longest)
         self.seconds, self.used = 0.0, {}
         self._count = 0
         self._begun: torch.Tensor | None = None  # tokens and steps of each row at the last decision, (2, N)
@@ -75,7 +77,9 @@ class Steering:
             self._steps = torch.zeros_like(rows.length)
             self._begun = torch.stack([rows.length, self._steps])
             self._begun[0, verification.live] -= verification.num_accepted + 1
+            self._first = self._begun[0]
         self._steps[verification.live] += 1
+        self._rows = rows
         self.controller.observe(verification)
         self.seconds += self.prices[self.setting]
         self.used[self.setting] = self.used.get(self.setting, 0) + 1
@@ -88,6 +92,11 @@ class Steering:
             self.setting = self.controller.decide(self.prices[self.setting] * self.luck.gauss(1, NOISE), gains)
             self._count, self._begun = 0, now
         return self.setting
+
+    def end(self) -> None:
+        """After the last step of a call."""
+        if self._begun is not None:
+            self.controller.end(self._rows.length - self._first, self._steps)
 
 
 def contest(
@@ -146,8 +155,9 @@ def contest(
         if call == 0 or seed % 2 == 0:
             wanted = 4 * num_rows if refill else num_rows
             prompts = (luck.sample(known, len(known)) * (1 + wanted // len(known)))[:wanted]
-        steering = Steering(controller, prices, luck, closed=not refill)
+        steering = Steering(controller, prices, luck, closed=not refill, longest=trace.text.shape[1] - 1)
         replay(trace, prompts, drafter, num_rows, *steering.setting, slow, refill=refill, steer=steering)
+        steering.end()
         of_call = seconds()
         fixed = {setting: fixed[setting] + of_call[setting] for setting in fixed}
         if not refill:

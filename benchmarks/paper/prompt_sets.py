@@ -1,4 +1,4 @@
-"""Prompts by set: Spec-Bench's six families, verse to repeat in the place of the paper's Sonnet, and a refrain to copy.
+"""Prompts by set: Spec-Bench's six families, verse to repeat in the place of the paper's Sonnet, a refrain to copy.
 
 Knows texts. Does not know tokenizers or models.
 """
@@ -14,8 +14,8 @@ SONNET, REFRAIN = "sonnet", "refrain"
 SPEC_BENCH = (*FAMILIES, "conversation")
 # In the place of the paper's ShareGPT, Arena and Tough.
 PLACES = {"ShareGPT": "conversation", "Arena": "math_reasoning", "Tough": "qa"}
-# Sets that are made of others, in equal parts: the paper's Mix is Sonnet and Tough. In `easy-hard`, half of the rows say
-# what was said before, where nearly every copied token stands, and half do not.
+# Sets that are made of others, in equal parts: the paper's Mix is Sonnet and Tough. In `easy-hard`, half of the rows
+# say what was said before, where nearly every copied token stands, and half do not.
 MIXES = {
     "spec-bench": SPEC_BENCH,
     "mix": (SONNET, PLACES["Tough"]),

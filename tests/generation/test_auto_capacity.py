@@ -91,21 +91,25 @@ def test_drafts_that_turn_out_bad_are_dropped_within_the_call_and_tried_again(co
 
 
 def test_a_catching_up_drafter_knows_the_whole_text(monkeypatch):
-    """C = 0 and drafts take turns: with a perfect assistant, everything that is drafted stands."""
+    """C = 0 and drafts take turns: with a perfect assistant, all drafts stand. Of the whole call every row is told."""
     target = kit.tiny()
-    turns = []
+    turns, told = [], []
 
     class Turns:
         max_depth, table = 3, CostTable(5, {(0, 0): 1.0, (5, 1): 1.0})
         settings = [(0, 0), (15, 3)]
         interval = 3
 
-        def begin(self, closed):
+        def begin(self, closed, longest):
             turns.append(0)
+            told.append(longest)
             return self.settings[0]
 
         def follow_rows(self, tokens, steps, remaining, gains):
             pass
+
+        def end(self, tokens, steps):
+            told.extend([tokens.tolist(), steps.tolist()])
 
         def decide(self, seconds, gains):
             turns.append(0)
@@ -121,6 +125,10 @@ def test_a_catching_up_drafter_knows_the_whole_text(monkeypatch):
     out = kit.speculate(target, kit.ragged(), kit.near(target, noise=0.0), "auto", 3, max_new_tokens=40)
     assert torch.equal(out.sequences, kit.plain(target, kit.ragged(), max_new_tokens=40))
     assert out.tetris_stats.vsr == 1 and len(turns) > 4
+    longest, tokens, steps = told
+    assert longest == 40 and steps == out.tetris_stats.live_steps.tolist()
+    new = [len(texts) for texts in kit.alone(target, kit.ragged(), max_new_tokens=40)]
+    assert tokens == [count - 1 for count in new], "the first token comes with the prompt"
 
 
 @pytest.mark.parametrize("job", [False, True])

@@ -80,9 +80,10 @@ def decode(world, cost, policy, texts=None, noise=0.01, seed=0):
     luck, everyone = random.Random(seed), torch.ones(world.num_rows, dtype=torch.bool)
     left = None if texts is None else texts.clone()
     automatic = isinstance(policy, CapacityController)
-    setting, live = policy.begin(closed=texts is not None) if automatic else policy, everyone
+    longest = 1 if left is None else int(left.max())
+    setting, live = policy.begin(texts is not None, longest) if automatic else policy, everyone
     tokens = seconds = window = since = 0
-    gone = torch.zeros(2, world.num_rows)  # tokens and steps of each row in the window
+    gone, total = torch.zeros(2, 2, world.num_rows)  # tokens and steps of each row, in the window and in all
     settings = []
     for number in range(len(world.steps)):
         if not live.any():
@@ -103,9 +104,12 @@ def decode(world, cost, policy, texts=None, noise=0.01, seed=0):
             if automatic:
                 if left is not None:
                     policy.follow_rows(*gone, left)
+                total += gone
                 gone.zero_()
                 setting = policy.decide(window / since * luck.gauss(1, noise))
             seconds, window, since = seconds + window, 0.0, 0
+    if automatic:
+        policy.end(*(total + gone))
     return tokens / (seconds + window), settings
 
 

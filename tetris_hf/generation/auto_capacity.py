@@ -84,7 +84,8 @@ class AutoCapacity:
         self.steps = {}
         self._gone = torch.zeros(2, speculation.rows.num_rows)
         self._told = LateCopies()
-        speculation.capacity, speculation.depth = self.controller.begin(closed=not speculation.refills)
+        longest = int(speculation.rows.remaining.max())
+        speculation.capacity, speculation.depth = self.controller.begin(not speculation.refills, longest)
         self._open(speculation)
 
     def count(self, speculation: Speculation, feed: int = 0) -> None:
@@ -107,6 +108,11 @@ class AutoCapacity:
         if self._count == self.controller.interval + (speculation.captured is not None):
             self._decide(speculation)
 
+    def end(self, speculation: Speculation) -> None:
+        """After the last step of a call."""
+        if not speculation.refills:
+            self.controller.end(*self._counts(speculation))
+
     def prefilled(self, speculation: Speculation) -> None:
         """After a forward over prompts, whose time is that of no step."""
         if self._count == 0:
@@ -122,9 +128,13 @@ class AutoCapacity:
         gains = self.controller.gains  # (S,)
         if speculation.refills:
             return gains
-        stats, rows = speculation.stats, speculation.rows
-        counts = torch.stack([stats.accepted.sum(1) + stats.bonus, stats.live_steps, rows.remaining])  # (3, N)
+        counts = torch.stack([*self._counts(speculation), speculation.rows.remaining])  # (3, N)
         return torch.cat([gains, counts.flatten().float()])
+
+    def _counts(self, speculation: Speculation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens that each row got in steps, and steps that it took part in, both of shape `(N,)`."""
+        stats = speculation.stats
+        return stats.accepted.sum(1) + stats.bonus, stats.live_steps
 
     def _decide(self, speculation: Speculation) -> None:
         state = self._told.get(rest=True)

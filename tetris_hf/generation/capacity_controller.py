@@ -111,22 +111,23 @@ class CapacityController:
         self.gains.copy_(torch.tensor(self._expected))
         self._early: list[float] | None = None  # `gains` while most rows of a closed batch lived
         self._knows = self._trying = self._most_live = False
-        self._idle = self._windows = 0
+        self._idle = self._windows = self._followed = 0
         self.interval, self.setting = _INTERVAL, (0, 0)
 
-    def begin(self, closed: bool = False) -> tuple[int, int]:
+    def begin(self, closed: bool = False, longest: int = 128) -> tuple[int, int]:
         """
         Start a call: with the setting that was in force at the end of the last one. If that was C = 0, drafts are
         tried again, if trials have not cost too much lately.
 
         Args:
             closed (`bool`, *optional*, defaults to `False`): Whether rows that end are not replaced.
+            longest (`int`, *optional*, defaults to 128): Tokens that a row may get at most.
 
         Returns:
             `tuple[int, int]`: C and K.
         """
-        self._closed, self._windows = closed, _DWELL
-        self._slowest.begin()
+        self._closed, self._windows, self._followed = closed, _DWELL, 0
+        self._slowest.begin(longest)
         if not self._knows:
             self.setting = self._best(self._expected)
             self._trying = self.setting != (0, 0)
@@ -181,9 +182,23 @@ class CapacityController:
             gains (`torch.FloatTensor` of shape `(S,)`, *optional*): As of [`decide`].
         """
         self._most_live = bool((remaining > 0).float().mean() >= _MOST)
+        self._followed += int(steps.max())
         if self._closed and self.setting != (0, 0):
             gain = (self.gains if gains is None else gains)[self.settings.index(self.setting)]
             self._slowest.observe(tokens, int(steps.max()), remaining, float(gain))
+
+    def end(self, tokens: torch.Tensor, steps: torch.Tensor) -> None:
+        """
+        Learn from a whole call, in a closed batch.
+
+        Args:
+            tokens (`torch.Tensor` of shape `(N,)`, counts): Tokens that each row gained in steps.
+            steps (`torch.Tensor` of shape `(N,)`, counts): Steps that each row took part in.
+        """
+        if self._closed:
+            total = int(steps.max())
+            rest = max(0, total - self._followed) if self.setting != (0, 0) else 0
+            self._slowest.end(int(tokens.max()), total, rest)
 
     def decide(self, seconds_per_step: float | None = None, gains: torch.Tensor | None = None) -> tuple[int, int]:
         """

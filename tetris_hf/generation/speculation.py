@@ -271,6 +271,7 @@ class Speculation:
         stats = self.stats
         stats.target_forwards, stats.target_tokens = self.target.num_forwards, self.target.num_tokens
         if self.auto is not None:
+            self.auto.end(self)
             stats.settings = dict(self.auto.steps)
             stats.capacity = max((capacity for capacity, _ in stats.settings), default=0)
         stats.draft_forwards = sum(packed.num_forwards for packed in self.packed_models()[1:])
