@@ -150,18 +150,17 @@ def contest(
             for setting, price in prices.items()
         }
 
-    known, prompts = [index for name in sets for index in trace.of(name)], []
+    known, prompts, of_call, with_slow = [index for name in sets for index in trace.of(name)], [], {}, {}
     for call in range(calls):
         if call == 0 or seed % 2 == 0:
             wanted = 4 * num_rows if refill else num_rows
             prompts = (luck.sample(known, len(known)) * (1 + wanted // len(known)))[:wanted]
+            of_call, with_slow = seconds(), {} if refill else seconds(slow)
         steering = Steering(controller, prices, luck, closed=not refill, longest=trace.text.shape[1] - 1)
         replay(trace, prompts, drafter, num_rows, *steering.setting, slow, refill=refill, steer=steering)
         steering.end()
-        of_call = seconds()
         fixed = {setting: fixed[setting] + of_call[setting] for setting in fixed}
         if not refill:
-            with_slow = seconds(slow)
             slow_first = {setting: slow_first[setting] + with_slow[setting] for setting in slow_first}
         total += steering.seconds
         least = min(least, of_call[0, 0] / steering.seconds)
