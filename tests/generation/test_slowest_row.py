@@ -12,7 +12,7 @@ from tetris_hf.generation.slowest_row import SlowestRow
 def naive(num_rows, batches):
     """The shares at the start and after every window of every batch, row by row."""
     apart, told = 1.4, []
-    for longest, windows, rest in batches:
+    for longest, windows, rest, idle in batches:
         spread = math.sqrt(2 * math.log(num_rows) / longest)
         usual = share = min(1, max(0, 1 - apart * spread))
         told.append(share)
@@ -32,9 +32,11 @@ def naive(num_rows, batches):
             total = [one + new for one, new in zip(total, tokens, strict=True)]
             told.append(share)
         drafted, offered = begun + rest, offered + rest * last
+        part = drafted / (begun + rest + idle)
         if num_rows > 1 and offered > 0.05 * drafted:
-            whole = min(1, max(0, (max(total) - begun - rest) / offered))
-            apart += 0.75 * drafted / (begun + rest) * ((1 - whole) / spread - apart)
+            whole = min(1, max(0, (max(total) - begun - rest - idle) / offered))
+            apart += part * ((1 - whole) / spread - apart)
+        apart += 0.1 * (1 - part) * (1.4 - apart)
     return told
 
 
@@ -51,15 +53,15 @@ def test_shares_are_those_of_a_naive_reference(num_rows, seed):
             gained = [min(one, sum(draw.randint(1, 3) for _ in range(steps))) for one in left]
             left = [one - new for one, new in zip(left, gained, strict=True)]
             windows.append((gained, steps, left, draw.choice([0.01, 0.3, 0.8, 1.4])))
-        batches.append((longest, windows, draw.randint(0, 4)))
-    for longest, windows, rest in batches:
+        batches.append((longest, windows, draw.randint(0, 4), draw.randint(0, 9)))
+    for longest, windows, rest, idle in batches:
         slowest.begin(longest)
         told.append(slowest.share)
         for tokens, steps, remaining, gain in windows:
             slowest.observe(torch.tensor(tokens), steps, torch.tensor(remaining), gain)
             told.append(slowest.share)
         most = max(sum(tokens[row] for tokens, *_ in windows) for row in range(num_rows))
-        slowest.end(most, sum(steps for _, steps, *_ in windows) + rest, rest)
+        slowest.end(most, sum(steps for _, steps, *_ in windows) + rest + idle, rest)
     assert told == pytest.approx(naive(num_rows, batches))
 
 
@@ -142,11 +144,19 @@ def test_what_a_batch_of_one_length_has_shown_holds_for_another():
     assert slowest.share == pytest.approx(1 - math.sqrt(2 * math.log(16) / 512), abs=0.03)
 
 
-def test_batches_without_drafts_and_without_steps_teach_nothing():
+def test_batches_without_drafts_forget_and_those_without_steps_do_not():
+    """After one in which a row took no draft at all, drafts are not given up for good."""
     slowest = SlowestRow(8)
     slowest.begin(64)
-    before = slowest.share
+    usual = slowest.share
     slowest.end(0, 0)
-    slowest.end(64, 64)
     slowest.begin(64)
-    assert slowest.share == before
+    assert slowest.share == usual
+    shares = []
+    slowest.observe(torch.full((8,), 16), 16, torch.full((8,), 48), 0.8)
+    for _ in range(60):
+        slowest.end(64, 64, 48 if not shares else 0)
+        slowest.begin(64)
+        shares.append(slowest.share)
+    assert shares[0] == 0 and shares == sorted(shares)
+    assert shares[-1] == pytest.approx(usual, abs=0.01)

@@ -19,8 +19,8 @@ _APART = 1.4
 _START, _START_PART = 32, 0.25
 # Steps with the usual share that each batch is given beforehand.
 _USUAL_STEPS = 24
-# How much later batches believe one that had drafts in all of its steps.
-_KEEP = 0.75
+# How much of what was learned a batch without drafts forgets, so that they are tried again.
+_FORGET = 0.1
 # The least promised gain, in tokens per step, from which a share can be told.
 _LEAST_GAIN = 0.05
 
@@ -93,6 +93,10 @@ class SlowestRow:
             rest (`int`, *optional*, defaults to 0): Steps with drafts since the last window.
         """
         drafted, offered = self._begun + rest, self._offered + rest * self._last
-        if self._spread > 0 and steps > 0 and offered > _LEAST_GAIN * drafted:
+        if self._spread == 0 or steps == 0:
+            return
+        part = drafted / steps  # of the batch, and how much it is believed
+        if offered > _LEAST_GAIN * drafted:
             share = min(max((longest - steps) / offered, 0.0), 1.0)
-            self._apart += _KEEP * drafted / steps * ((1 - share) / self._spread - self._apart)
+            self._apart += part * ((1 - share) / self._spread - self._apart)
+        self._apart += _FORGET * (1 - part) * (_APART - self._apart)
