@@ -19,8 +19,9 @@ _APART = 1.4
 _START, _START_PART = 32, 0.25
 # Steps with the usual share that each batch is given beforehand.
 _USUAL_STEPS = 24
-# How much of what was learned a batch without drafts forgets, so that they are tried again.
-_FORGET = 0.1
+# With drafts in less than this part of its steps, a batch says nothing of the share, and so much of what was learned is
+# forgotten, so that drafts are tried again.
+_LITTLE, _FORGET = 0.25, 0.05
 # The least promised gain, in tokens per step, from which a share can be told.
 _LEAST_GAIN = 0.05
 
@@ -95,8 +96,8 @@ class SlowestRow:
         drafted, offered = self._begun + rest, self._offered + rest * self._last
         if self._spread == 0 or steps == 0:
             return
-        part = drafted / steps  # of the batch, and how much it is believed
-        if offered > _LEAST_GAIN * drafted:
+        if drafted < _LITTLE * steps:
+            self._apart += _FORGET * (_APART - self._apart)
+        elif offered > _LEAST_GAIN * drafted:
             share = min(max((longest - steps) / offered, 0.0), 1.0)
-            self._apart += part * ((1 - share) / self._spread - self._apart)
-        self._apart += _FORGET * (1 - part) * (_APART - self._apart)
+            self._apart += drafted / steps * ((1 - share) / self._spread - self._apart)
