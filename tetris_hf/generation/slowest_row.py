@@ -19,8 +19,8 @@ _APART = 1.4
 _START, _START_PART = 32, 0.25
 # Steps with the usual share that each batch is given beforehand.
 _USUAL_STEPS = 24
-# With drafts in less than this part of its steps, a batch says nothing of the share, and so much of what was learned is
-# forgotten, so that drafts are tried again.
+# With drafts in less than this part of its steps, a batch says nothing of the share, and so much of what was learned
+# is forgotten, so that drafts are tried again.
 _LITTLE, _FORGET = 0.25, 0.05
 # The least promised gain, in tokens per step, from which a share can be told.
 _LEAST_GAIN = 0.05
