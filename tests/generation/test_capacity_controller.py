@@ -387,6 +387,20 @@ def test_what_a_closed_batch_ends_with_does_not_decide_how_the_next_one_begins()
             assert controller.gains.tolist() == pytest.approx([0.0, *good])
 
 
+def test_the_less_is_left_of_a_closed_batch_the_less_drafts_are_worth():
+    """Gains that are worth it over a whole batch are not over the rest of one whose rows stand side by side."""
+    known = torch.tensor([0.0, *(promised(*one, 64, 0.45) for one in candidates(64, 4))])
+    chosen = []
+    for left in (2000, 1000, 200, 40, 20):
+        controller = CapacityController(64, table(h100(0.00027), 64), 4)
+        controller.begin(closed=True, longest=2000)
+        controller.setting = (0, 0)
+        controller.follow_rows(torch.full((64,), 16), torch.full((64,), 16), torch.full((64,), left))
+        controller.setting = controller.settings[1]
+        chosen.append(controller._best(known.tolist()) != (0, 0))
+    assert chosen[0] and not chosen[-1] and chosen == sorted(chosen, reverse=True)
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [

@@ -37,7 +37,7 @@ def naive(num_rows, batches):
             apart += 0.05 * (1.4 - apart)
         elif num_rows > 1 and offered > 0.05 * drafted:
             whole = min(1, max(0, (max(total) - begun - rest - idle) / offered))
-            apart += part * ((1 - whole) / spread - apart)
+            apart += min(part, 0.5) * ((1 - whole) / spread - apart)
     return told
 
 
@@ -159,5 +159,22 @@ def test_batches_without_drafts_forget_and_those_without_steps_do_not():
         slowest.end(64, 64, 48 if not shares else 0)
         slowest.begin(64)
         shares.append(slowest.share)
-    assert shares[0] == 0 and shares == sorted(shares)
+    assert shares[0] == pytest.approx(usual / 2) and shares == sorted(shares)
     assert shares[-1] == pytest.approx(usual, abs=0.01)
+
+
+def test_after_steps_without_drafts_less_is_expected_of_what_is_left():
+    slowest, fresh = SlowestRow(16), SlowestRow(16)
+    slowest.begin(128)
+    slowest.go_on(40)
+    fresh.begin(40)
+    assert slowest.share == fresh.share
+    tokens, left = torch.full((16,), 24), torch.full((16,), 16)
+    slowest.observe(tokens, 16, left, 0.5)  # too early to say something
+    slowest.go_on(16)
+    fresh.begin(16)
+    assert slowest.share == fresh.share
+    slowest.observe(tokens, 16, left, 0.5)
+    seen = slowest.share
+    slowest.go_on(8)
+    assert slowest.share == seen, "what the batch itself has shown holds for the rest of it"

@@ -183,7 +183,9 @@ class CapacityController:
         """
         self._most_live = bool((remaining > 0).float().mean() >= _MOST)
         self._followed += int(steps.max())
-        if self._closed and self.setting != (0, 0):
+        if self._closed and self.setting == (0, 0):
+            self._slowest.go_on(int(remaining.max()))
+        elif self._closed:
             gain = (self.gains if gains is None else gains)[self.settings.index(self.setting)]
             self._slowest.observe(tokens, int(steps.max()), remaining, float(gain))
 

@@ -19,9 +19,9 @@ _APART = 1.4
 _START, _START_PART = 32, 0.25
 # Steps with the usual share that each batch is given beforehand.
 _USUAL_STEPS = 24
-# With drafts in less than this part of its steps, a batch says nothing of the share, and so much of what was learned
-# is forgotten, so that drafts are tried again.
-_LITTLE, _FORGET = 0.25, 0.05
+# A batch is believed by the part of its steps that had drafts, half at most. Under a quarter it says nothing, and so
+# much of what was learned is forgotten, so that drafts are tried again.
+_MOST, _LITTLE, _FORGET = 0.5, 0.25, 0.05
 # The least promised gain, in tokens per step, from which a share can be told.
 _LEAST_GAIN = 0.05
 
@@ -50,11 +50,22 @@ class SlowestRow:
         Args:
             longest (`int`): Tokens that the row with the longest way to go may get.
         """
-        self._spread = math.sqrt(2 * math.log(self.num_rows) / max(longest, 1))
-        self.share = self._usual = min(max(1 - self._apart * self._spread, 0.0), 1.0)
+        self._expect(longest)
+        self._longest = longest
         self._begun, self._way = 0, 0.0  # steps with drafts, and how far the longest row had to go before them
         self._offered = self._last = 0.0  # what all of them promised together, and the last one alone
         self._steps = self._promised = self._gained = 0.0
+
+    def go_on(self, longest: int) -> None:
+        """
+        What is expected of drafts from here on, after steps without them: of a shorter batch, unless this one has
+        shown it.
+
+        Args:
+            longest (`int`): Tokens that the row with the longest way to go may still get.
+        """
+        if self._steps == 0:
+            self._expect(longest)
 
     def observe(self, tokens: torch.Tensor, steps: int, remaining: torch.Tensor, gain: float) -> None:
         """
@@ -94,10 +105,18 @@ class SlowestRow:
             rest (`int`, *optional*, defaults to 0): Steps with drafts since the last window.
         """
         drafted, offered = self._begun + rest, self._offered + rest * self._last
-        if self._spread == 0 or steps == 0:
+        spread = self._spread(self._longest)
+        if spread == 0 or steps == 0:
             return
         if drafted < _LITTLE * steps:
             self._apart += _FORGET * (_APART - self._apart)
         elif offered > _LEAST_GAIN * drafted:
             share = min(max((longest - steps) / offered, 0.0), 1.0)
-            self._apart += drafted / steps * ((1 - share) / self._spread - self._apart)
+            self._apart += min(drafted / steps, _MOST) * ((1 - share) / spread - self._apart)
+
+    def _expect(self, longest: int) -> None:
+        """The share of a way of so many tokens on which rows start side by side."""
+        self.share = self._usual = min(max(1 - self._apart * self._spread(longest), 0.0), 1.0)
+
+    def _spread(self, longest: int) -> float:
+        return math.sqrt(2 * math.log(self.num_rows) / max(longest, 1))
