@@ -226,12 +226,12 @@ def test_a_table_that_is_wrong_is_corrected_by_what_steps_take():
     world = World(16, 0.75)
 
     def true(num_rows, capacity, depth):
-        return few_rows(num_rows, capacity, depth) * (1.3 if (capacity, depth) == (64, 4) else 1.0)
+        return few_rows(num_rows, capacity, depth) * (1.3 if (capacity, depth) == (48, 3) else 1.0)
 
     controller = CapacityController(16, table(few_rows, 16), DEPTH)
     fixed = constants(world, true, controller.settings)
     speed, settings = decode(world, true, controller)
-    assert settings[0] == (64, 4) != settings[-1]
+    assert settings[0] == (48, 3) != settings[-1]
     assert speed / max(fixed.values()) > 0.95
 
 

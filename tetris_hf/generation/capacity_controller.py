@@ -19,7 +19,7 @@ from .slowest_row import SlowestRow
 
 
 # The chance of a draft token that is assumed before there is data, and the best one that is hoped for in a trial.
-_EXPECTED, _HOPED = 0.7, 0.85
+_EXPECTED, _HOPED = 0.5, 0.85
 # Steps between two decisions, and how much better another setting must look.
 _INTERVAL, _MARGIN = 16, 1.015
 # Windows that a setting stays at least, least steps of C = 0 between two trials, share of that time that one may cost.
