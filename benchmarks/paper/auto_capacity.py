@@ -77,9 +77,8 @@ class Steering:
             self._steps = torch.zeros_like(rows.length)
             self._begun = torch.stack([rows.length, self._steps])
             self._begun[0, verification.live] -= verification.num_accepted + 1
-            self._first = self._begun[0]
+            self._rows, self._first = rows, self._begun[0]
         self._steps[verification.live] += 1
-        self._rows = rows
         self.controller.observe(verification)
         self.seconds += self.prices[self.setting]
         self.used[self.setting] = self.used.get(self.setting, 0) + 1

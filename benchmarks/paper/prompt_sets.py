@@ -12,6 +12,7 @@ from drafters import FAMILIES, families
 
 SONNET, REFRAIN = "sonnet", "refrain"
 SPEC_BENCH = (*FAMILIES, "conversation")
+SETS = (*SPEC_BENCH, SONNET, REFRAIN)
 # In the place of the paper's ShareGPT, Arena and Tough.
 PLACES = {"ShareGPT": "conversation", "Arena": "math_reasoning", "Tough": "qa"}
 # Sets that are made of others, in equal parts: the paper's Mix is Sonnet and Tough. In `easy-hard`, half of the rows

@@ -30,7 +30,7 @@ from shipped import ASSETS  # noqa: E402
 from torch.nn.functional import pad  # noqa: E402
 
 import tetris_hf  # noqa: E402
-from paper.prompt_sets import SONNET, SPEC_BENCH, prompt_sets  # noqa: E402
+from paper.prompt_sets import SETS, SONNET, SPEC_BENCH, prompt_sets  # noqa: E402
 from paper.traces import Drafted, Trace  # noqa: E402
 
 
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> Trace:
     parser.add_argument("--model", help="hub id or folder (default: bundled SmolLM2-135M-Instruct)")
     parser.add_argument("--assistant", help="hub id or folder of a model that drafts")
     parser.add_argument("--drafters", nargs="+", choices=("assistant", "shallow", "medusa", "layers"))
-    parser.add_argument("--sets", nargs="+", default=[*SPEC_BENCH, SONNET], help="of prompts")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SPEC_BENCH, SONNET], help="of prompts")
     parser.add_argument("--per-set", type=int, default=80, help="prompts of each set")
     parser.add_argument("--max-characters", type=int, default=7000, help="longer prompts are left out")
     parser.add_argument("--rows", type=int, default=96, help="rows of a batch")
@@ -205,8 +205,6 @@ def main(arguments: list[str] | None = None) -> Trace:
     if ("assistant" in names) != (assistant is not None):
         parser.error("--drafters assistant and --assistant belong together")
     known = prompt_sets(args.prompts, args.per_set, args.max_characters)
-    if unknown := [name for name in args.sets if name not in known]:
-        parser.error(f"--sets {' '.join(unknown)}: choose from {', '.join(known)}")
     chosen = {name: known[name] for name in args.sets}
     sets = [name for name, texts in chosen.items() for _ in texts]
     texts = as_chat(tokenizer, [text for some in chosen.values() for text in some])

@@ -61,7 +61,7 @@ def test_the_sets_are_those_of_the_paper(paper, tmp_path):
     lines = [json.dumps({"category": name, "turns": [f"{name} {n}"]}) for name in categories for n in range(3)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     found = sets.prompt_sets(tmp_path / "prompts.jsonl", 2, 100)
-    assert set(found) == {*sets.SPEC_BENCH, sets.SONNET, sets.REFRAIN}
+    assert set(found) == {*sets.SPEC_BENCH, sets.SONNET, sets.REFRAIN} == set(sets.SETS)
     assert all(len(texts) == 2 for texts in found.values())
     assert found["qa"] == ["qa 0", "qa 1"] and found["conversation"] == ["writing 0", "writing 1"]
     verses = sets.sonnet(1000)

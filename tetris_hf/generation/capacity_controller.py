@@ -36,7 +36,8 @@ class CapacityController:
     calibrated chances: the expected number of accepted tokens of C and K is the sum of the C largest prefix scores at
     the first K places (TETRIS paper, Theorem 1). The seconds come from a [`CostTable`] that the steps themselves
     correct. A closed batch ends with its slowest row: where that goes first ([`TetrisSelector`]), rows count by their
-    [`Draft.urgency`], and of the gain only a share, that by which the end came nearer so far ([`SlowestRow`]).
+    [`Draft.urgency`], and of the gain only a share, by N, length and how much nearer ends came so far
+    ([`SlowestRow`]).
 
     **Sampling stays exact**: C and K are fixed before a step, by earlier steps and by clocks alone, so whether a token
     is verified never depends on that token (`docs/algorithm.md`).
@@ -173,7 +174,8 @@ class CapacityController:
         self, tokens: torch.Tensor, steps: torch.Tensor, remaining: torch.Tensor, gains: torch.Tensor | None = None
     ) -> None:
         """
-        Learn how far the rows came since the last decision. Only drafts in a closed batch teach something.
+        Learn how far the rows came since the last decision. Only drafts in a closed batch teach something; after steps
+        without them, the rest of it counts as a shorter batch.
 
         Args:
             tokens (`torch.Tensor` of shape `(N,)`, counts): Tokens that each row gained.
