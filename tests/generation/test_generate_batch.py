@@ -5,13 +5,16 @@ import random
 import kit
 import pytest
 import torch
+from huggingface_hub import constants
 from scipy.stats import chisquare
 from test_step_graphs import DRAFTERS, pretend_gpu
 
 import tetris_hf
 from tetris_hf import TetrisDecoding, generate_batch, iterate_batch
 from tetris_hf.generation import batch_job, decoding
+from tetris_hf.generation.packing import Packing
 from tetris_hf.generation.slot_pool import SlotPool
+from tetris_hf.generation.verifier import Verifier
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -146,7 +149,60 @@ def test_an_assistant_reads_each_prompt_once(shapes):
     near, inputs = kit.near(target), [[3] * 11, [4] * 17, [5] * 23]
     with kit.counted_tokens(near) as tokens:
         generate_batch(target, inputs, near, 2, 1, 2, progress_bar=False, do_sample=False, max_new_tokens=4)
-    assert [number for number in tokens if number > 10] == [11, 17, 23]
+    captured = 2 + max(batch_job.FEEDS)  # a captured step has room for two tokens and a feed
+    assert [number for number in tokens if 10 < number != captured] == [11, 17, 23]
+
+
+@pytest.mark.parametrize("feeds", [(0, 1), (0, 3, 5), (0, 32)])
+@pytest.mark.parametrize("name", ["same", "mixed"])
+def test_an_assistant_takes_in_the_prompts_that_rows_wait_for(monkeypatch, shapes, feeds, name):
+    """The target as its own assistant is always right, in refilled rows from their first draft on."""
+    monkeypatch.setattr(batch_job, "FEEDS", feeds)
+    target, same = kit.tiny(), kit.tiny()
+    inputs = [[2 + (7 * i + j) % 60 for j in range(length)] for i, length in enumerate([3, 4, 1, 40, 25, 33, 1, 4])]
+    new = [5, 30, 9, 12, 6, 9, 20, 3]
+    given = [{"input_ids": ids, "max_new_tokens": many} for ids, many in zip(inputs, new, strict=True)]
+    drafter = [same, kit.tiny()] if name == "mixed" else same
+    outputs = generate_batch(target, given, drafter, 100, 3, 3, progress_bar=False, do_sample=False)
+    for output, ids, many in zip(outputs, inputs, new, strict=True):
+        assert output.generated_tokens == alone(target, ids, max_new_tokens=many)
+        assert output.accepted == output.verified > 0
+        at_once = -(-(many - 1) // 4)  # three drafts and one token more a step; the prompt's own may be another
+        assert at_once <= output.steps <= at_once + 1
+
+
+def test_a_refill_makes_the_host_wait_for_nothing(monkeypatch):
+    """With fixed shapes, only prompts that come while nothing runs are computed outside of captured steps."""
+    pretend_gpu(monkeypatch)
+    target, waits, prefills = kit.tiny(), [], []
+    fitting, prefill = Packing.fitting.__func__, Verifier.prompts
+    monkeypatch.setattr(Packing, "fitting", classmethod(lambda *args: waits.append(1) or fitting(*args)))
+    monkeypatch.setattr(Verifier, "prompts", lambda *args: prefills.append(1) or prefill(*args))
+    given = [{"input_ids": ids, "max_new_tokens": 3 + 5 * i % 7} for i, ids in enumerate(prompts(12))]
+    for name, models in (("near", 2), ("mixed", 2), ("heads", 1)):
+        waits.clear(), prefills.clear()
+        generate_batch(target, given, DRAFTERS[name](target), 4, 3, 2, progress_bar=False, do_sample=False)
+        assert len(waits) == models * len(prefills) and len(prefills) < 6
+    tetris_hf.release_graphs()
+
+
+def test_steps_of_as_many_tokens_are_not_taken_for_each_other(monkeypatch, tmp_path):
+    """A forward captured for itself serves another step only if no row may have more tokens there."""
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(batch_job, "FEEDS", (0, 4))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    target = kit.tiny()
+
+    def looks(input_ids, scores):  # of which nobody knows what it depends on: no whole step is captured
+        return scores
+
+    given = [[2 + (7 * i + j) % 60 for j in range(length)] for i, length in enumerate([3, 4, 1, 40, 25, 33, 1, 4] * 2)]
+    settings = {"progress_bar": False, "do_sample": False, "max_new_tokens": 24}
+    for capacity in (4, "auto"):
+        outputs = generate_batch(target, given, kit.near(target), capacity, 4, 2, logits_processor=[looks], **settings)
+        for ids, output in zip(given, outputs, strict=True):
+            assert output.generated_tokens == alone(target, ids, max_new_tokens=24)
+    tetris_hf.release_graphs()
 
 
 @pytest.mark.parametrize("name", ["near", "heads"])

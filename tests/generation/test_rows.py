@@ -48,3 +48,25 @@ def test_room_and_the_column_that_swallows():
     assert rows.tokens[:, 12:14].tolist() == [[9, 9], [9, 0], [0, 0], [9, 9]]
     assert torch.equal(rows.tokens[:, :12], batch["input_ids"])
     assert rows.prefix(13, torch.tensor([1])).tolist() == [[*batch["input_ids"][1].tolist(), 9]]
+
+
+def test_a_feed_goes_to_lower_rows_first():
+    rows, _ = make(max_length=40)
+    live = torch.tensor([0, 1, 3])
+    prompts = [list(range(2, 2 + length)) for length in (9, 1, 14)]
+    padded = torch.tensor([ids + [0] * (14 - len(ids)) for ids in prompts])
+    lengths = torch.tensor([len(ids) for ids in prompts])
+    rows.admit(live, padded, lengths, torch.full_like(lengths, 40), torch.zeros_like(lengths))
+    computed = {row: 0 for row in live.tolist()}
+    for budget in (3, 1, 8, 2, 30, 5):
+        first, taken = rows.next_feed(budget)
+        left = budget
+        for row, ids in zip(live.tolist(), prompts, strict=True):
+            many = min(left, len(ids) - 1 - computed[row])  # the last token is for the first step
+            assert int(taken[row]) == many and (many == 0 or int(first[row]) == computed[row])
+            computed[row], left = computed[row] + many, left - many
+        assert int(taken[2]) == 0 and torch.equal(rows.feed(budget), taken)
+        assert rows.unfed[live].tolist() == [
+            len(prompts[place]) - 1 - done for place, done in enumerate(computed.values())
+        ]
+    assert not rows.unfed.any()

@@ -77,6 +77,13 @@ class AssistantDrafter(Drafter):
         self._cached[live] = lengths
         self._forward(rows, live, torch.zeros_like(lengths), lengths)
 
+    def await_prompts(self, rows: Rows, live: torch.Tensor) -> None:
+        """
+        See [`Drafter.await_prompts`]. With fixed shapes, the first forward of each step takes in what the target does
+        in that step, so that the host need not wait for sizes; else the one of a row's first draft takes in all.
+        """
+        self._cached[live] = 0
+
     def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
         """
         See [`Drafter.propose`]. One forward per draft token; the first one also takes in what was committed since.
@@ -106,7 +113,8 @@ class AssistantDrafter(Drafter):
             else:
                 first, counts = _one_more(text_length, lengths, place)
             most = 1 if place > 0 else depth + 1 if self.shares_rows else 2
-            logits = self._fit(self._forward(rows, live, first, counts, most))  # (R, V)
+            feed = self.feed if place == 0 else 0
+            logits = self._fit(self._forward(rows, live, first, counts, most, feed))  # (R, V)
             # A row that drafts no deeper is shown some prefix; its scores are not read.
             scores = processing(logits, live, torch.minimum(rows.length[live] + place, rows.max_length[live]))
             if self.temperature is not None:
@@ -134,16 +142,25 @@ class AssistantDrafter(Drafter):
         _forget(self._cached, rows.text_length(live), num_accepted, verification.lengths, live)
 
     def _forward(
-        self, rows: Rows, live: torch.Tensor, first: torch.Tensor, counts: torch.Tensor, most: int | None = None
+        self,
+        rows: Rows,
+        live: torch.Tensor,
+        first: torch.Tensor,
+        counts: torch.Tensor,
+        most: int | None = None,
+        feed: int = 0,
     ) -> torch.Tensor:
         """
         Feed `counts[i]` tokens of row `live[i]` from position `first[i]` on; logits at the last of each. `(R, V)`.
-        With fixed shapes, room for `most` tokens of every row.
+        With fixed shapes, room for `most` tokens of every row, and for `feed` of the prompts that rows wait for.
         """
         all_counts, all_first = _of_all(counts, first, live, rows.length)
         assert self._packed is not None, "`begin` comes first"
         if rows.fixed_shapes and most is not None:
-            packing = Packing.of(all_counts, all_first, most * rows.num_rows, most, self._context)
+            if feed > 0:
+                _add_feed(all_counts, all_first, self._cached, *rows.next_feed(feed), self._context)
+            num_tokens = most * rows.num_rows + feed
+            packing = Packing.of(all_counts, all_first, num_tokens, max(most, feed), self._context)
         else:
             packing = Packing.fitting(all_counts, all_first)
         # The target may say what this model has no embedding for; it then reads another token, and drafts the worse.
@@ -191,6 +208,25 @@ def _of_all(
     all_counts, all_first = torch.zeros_like(like), torch.zeros_like(like)
     all_counts[live], all_first[live] = counts, first
     return all_counts, all_first
+
+
+@fused
+def _add_feed(
+    counts: torch.Tensor,
+    first: torch.Tensor,
+    cached: torch.Tensor,
+    position: torch.Tensor,
+    taken: torch.Tensor,
+    context: int,
+) -> None:
+    """
+    Add `taken` tokens of each row from `position` on to what is fed, in rows that draft nothing, as far as the context
+    goes. All of shape `(N,)`.
+    """
+    taken = torch.minimum(taken, (context - position).clamp(min=0))
+    counts += taken
+    first.copy_(torch.where(taken > 0, position, first))
+    cached.copy_(torch.where(taken > 0, position + taken, cached))
 
 
 @fused

@@ -170,6 +170,9 @@ class Drafter(ABC):
             Whether other drafters propose for the same rows, so that a row may gain more tokens in a step than this
             drafter proposed for it. [`MixedDrafter`] sets it.
         keeps_entropies (`bool`): Whether drafts are to hold `entropies`, which a selector reads. Set for each call.
+        feed (`int`):
+            Prompt tokens of rows that wait for them ([`~Drafter.await_prompts`]) which the target takes in with this
+            step at most. Set while `propose` runs; which tokens these are, `rows.next_feed(feed)` tells.
         wants_deeper (`Callable[[Draft], bool]`, *optional*):
             Set while `propose` runs, where steps are not captured: tells of what was drafted so far (whose `lengths`
             say how deep each row can go) whether a deeper place could still be selected. A drafter that pays for each
@@ -180,6 +183,7 @@ class Drafter(ABC):
     is_capturable: bool = False
     shares_rows: bool = False
     keeps_entropies: bool = False
+    feed: int = 0
     wants_deeper: Callable[[Draft], bool] | None = None
 
     @property
@@ -229,6 +233,17 @@ class Drafter(ABC):
             rows (`Rows`): The batch.
             live (`torch.LongTensor` of shape `(R,)`): The rows with a new prompt.
         """
+
+    def await_prompts(self, rows: Rows, live: torch.Tensor) -> None:
+        """
+        As `admit`, while other rows run: the target computes these prompts by and by, and their rows draft nothing
+        until it has. A drafter with a cache of its own may do the same in `propose`; by default it is `admit`ted to.
+
+        Args:
+            rows (`Rows`): The batch.
+            live (`torch.LongTensor` of shape `(R,)`): The rows with a new prompt.
+        """
+        self.admit(rows, live)
 
     @abstractmethod
     def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:

@@ -74,10 +74,14 @@ class MixedDrafter(Drafter):
         for drafter in self.drafters:
             drafter.admit(rows, live)
 
+    def await_prompts(self, rows: Rows, live: torch.Tensor) -> None:
+        for drafter in self.drafters:
+            drafter.await_prompts(rows, live)
+
     def propose(self, rows: Rows, live: torch.Tensor, depth: int) -> Draft:
         """See [`Drafter.propose`]. Every drafter proposes for every row."""
         for drafter in self.drafters:
-            drafter.keeps_entropies = self.keeps_entropies
+            drafter.keeps_entropies, drafter.feed = self.keeps_entropies, self.feed
         self._drafts = [drafter.propose(rows, live, depth) for drafter in self.drafters]
         first = [pad(draft.expectations, (0, 1))[:, 0].masked_fill(draft.lengths == 0, -1.0) for draft in self._drafts]
         self._chosen = torch.stack(first).argmax(0)  # (R,)

@@ -150,7 +150,7 @@ class PackedModel:
         self.num_tokens = 0
         self.compiles = self.captures = False
         self.compile_config: Any = None
-        self._graphs: dict[tuple[int, bool], CudaGraph[PackedOutput]] = {}
+        self._graphs: dict[tuple[int, int, bool], CudaGraph[PackedOutput]] = {}
         self._checked = self._any_rule = False
         self._cache_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -237,7 +237,7 @@ class PackedModel:
             own = Packing.of(counts, first, packing.num_tokens, packing.max_count, packing.max_length)
             return self._recurring(input_ids, own, keep)
 
-        shape = (packing.num_tokens, keep is None)
+        shape = (packing.num_tokens, packing.max_count, keep is None)
         if shape not in self._graphs:
             self._graphs[shape] = CudaGraph(captured, *given)
         return self._graphs[shape](*given)

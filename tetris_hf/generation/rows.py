@@ -116,10 +116,19 @@ class Rows:
         Returns:
             `torch.LongTensor` of shape `(N,)`: How many of each row.
         """
-        before = self.unfed.cumsum(0) - self.unfed
-        taken = torch.minimum(self.unfed, (budget - before).clamp(min=0))
+        _, taken = self.next_feed(budget)
         self.unfed.sub_(taken)
         return taken
+
+    def next_feed(self, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        What [`~Rows.feed`] would count as computed, for whoever computes the same tokens for itself.
+
+        Returns:
+            `tuple[torch.LongTensor, torch.LongTensor]`: Position of the first token in each row's text, and how many,
+            both of shape `(N,)`.
+        """
+        return _next_feed(self.length, self.padding, self.unfed, budget)
 
     @property
     def remaining(self) -> torch.Tensor:
@@ -196,6 +205,14 @@ def resting(finished: torch.Tensor, unfed: torch.Tensor, rows: torch.Tensor) -> 
 @fused
 def _text_length(length: torch.Tensor, padding: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return length[rows] - padding[rows]
+
+
+@fused
+def _next_feed(
+    length: torch.Tensor, padding: torch.Tensor, unfed: torch.Tensor, budget: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    before = unfed.cumsum(0) - unfed
+    return length - padding - 1 - unfed, torch.minimum(unfed, (budget - before).clamp(min=0))
 
 
 @fused

@@ -138,7 +138,7 @@ class Speculation:
             `torch.LongTensor` of shape `(R,)`: Tokens committed in each of them.
         """
         with self._stage("propose"):
-            draft = self._propose(live)  # tokens (R, K)
+            draft = self._propose(live, feed)  # tokens (R, K)
         with self._stage("select"):
             lengths = self.selectors(draft, self.capacity)  # (R,)
             self._lead(lengths)
@@ -174,7 +174,7 @@ class Speculation:
         if at_once:
             self.prefill(live)
         elif self.drafter is not None and self.depth > 0:
-            self.drafter.admit(self.rows, live)
+            self.drafter.await_prompts(self.rows, live)
 
     @property
     def refills(self) -> bool:
@@ -277,7 +277,7 @@ class Speculation:
         stats.draft_forwards = sum(packed.num_forwards for packed in self.packed_models()[1:])
         self.committer.end()
 
-    def _propose(self, live: torch.Tensor) -> Draft:
+    def _propose(self, live: torch.Tensor, feed: int) -> Draft:
         """Drafts for the live rows, no deeper than any of them has room for."""
         if self.drafter is None:
             return Draft.empty(live)
@@ -290,10 +290,11 @@ class Speculation:
             self.drafter.wants_deeper = lambda draft: self.selectors.wants_deeper(
                 self._told(draft, live), self.capacity
             )
+        self.drafter.feed = feed
         try:
             draft = self.drafter.propose(self.rows, live, depth)
         finally:
-            self.drafter.wants_deeper = None
+            self.drafter.feed, self.drafter.wants_deeper = 0, None
         self._lead(draft.tokens, draft.lengths)
         self.rows.write(live, draft.tokens, draft.lengths)
         return self._told(draft, live)
