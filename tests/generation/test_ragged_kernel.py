@@ -1,9 +1,12 @@
 """The Triton kernel against a loop over tokens, in Triton's interpreter, which needs no GPU."""
 
 import importlib.util
+import itertools
 
 import kit
 import pytest
+
+from tetris_hf.generation.ragged_kernel import fits_tiles
 
 
 CHECK = """
@@ -57,3 +60,16 @@ print("equal")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this build of torch comes without Triton")
 def test_equals_a_loop_over_tokens():
     kit.interpret(CHECK)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+def test_who_attends(group):
+    """Our kernel in every step of usual depth, prompts fed beside it or not; not in a prefill or a large feed."""
+    for num_rows, depth in itertools.product((1, 8, 16, 32, 64, 128), (0, 1, 2, 3, 5)):
+        for capacity in {num_rows * depth // 2, num_rows * depth}:
+            for feed in (0, 64):
+                num_tokens, most = num_rows + capacity + feed, max(depth, feed) + 1
+                assert fits_tiles(num_tokens, most, num_rows, group), (num_rows, depth, capacity, feed)
+            assert not fits_tiles(num_rows + capacity + 1024, 1025, num_rows, group)
+    for lengths in ([500], [2000, 3, 3], [70, 90, 120, 100], [300] * 64):
+        assert fits_tiles(sum(lengths), max(lengths), len(lengths), group) is False

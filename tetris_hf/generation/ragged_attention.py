@@ -13,7 +13,7 @@ import torch
 from torch import library, nn
 from transformers.masking_utils import causal_mask_function
 
-from .ragged_kernel import MAX_TILE, attend_rows, kernel_serves
+from .ragged_kernel import attend_rows, fits_tiles, kernel_serves
 from .ragged_mask import AttentionPlan, RaggedMask, current_forward
 
 
@@ -109,11 +109,9 @@ def _path(
     Who computes: our kernel where rows have few tokens, as in every step, the flash kernel where they have many, as
     in a prefill, our kernel again where flash does not serve, torch's fused attention for the rest.
     """
-    # Where prompts are fed beside a step, one row may have many tokens, and most still have few.
-    tile = min(plan.max_count, 4 * query.shape[2] // plan.num_rows) * (query.shape[1] // key.shape[1])
     width = query.shape[3]
     serves = kernel_serves(query, value, plan.window)
-    if serves and tile <= MAX_TILE:
+    if serves and fits_tiles(query.shape[2], plan.max_count, plan.num_rows, query.shape[1] // key.shape[1]):
         return _kernel
     if (
         query.device.type == "cuda"

@@ -18,8 +18,10 @@ try:
 except ImportError:  # a build of torch for the CPU
     triton = None
 
-# Tiles of more rows (tokens of a row times query heads to a key head) are left to the flash kernel where it serves.
+# Rows of a tile at most: tokens of a row times query heads to a key head.
 MAX_TILE = 64
+# Tokens of a row at most that are tiled where flash serves too: more are a prefill or a large feed.
+MAX_TILED = 128
 
 
 def kernel_serves(query: torch.Tensor, value: torch.Tensor, window: int | None) -> bool:
@@ -31,6 +33,21 @@ def kernel_serves(query: torch.Tensor, value: torch.Tensor, window: int | None) 
         and max(query.shape[-1], value.shape[-1]) <= 256
         and window is not None
     )
+
+
+def fits_tiles(num_tokens: int, max_count: int, num_rows: int, group: int) -> bool:
+    """
+    Whether rows have so few tokens that the kernel is the faster one. Where prompts are fed beside a step, one row may
+    have many, and the others still have few: the mean without the largest row tells.
+
+    Args:
+        num_tokens (`int`): T.
+        max_count (`int`): An upper bound of the tokens of a row.
+        num_rows (`int`): N.
+        group (`int`): Query heads to a key head.
+    """
+    others = max(1, -(-(num_tokens - max_count) // num_rows))
+    return min(max_count, others) * group <= MAX_TILE and max_count <= MAX_TILED
 
 
 def attend_rows(
