@@ -20,8 +20,9 @@ except ImportError:  # a build of torch for the CPU
 
 # Rows of a tile at most: tokens of a row times query heads to a key head.
 MAX_TILE = 64
-# Tokens of a row at most that are tiled where flash serves too: more are a prefill or a large feed.
-MAX_TILED = 128
+# Tokens of a row at most that are tiled where flash serves too: a feed of 256 beside 64 rows costs no more than as many
+# drafts (docs/performance.md), more were not measured.
+MAX_TILED = 257
 
 
 def kernel_serves(query: torch.Tensor, value: torch.Tensor, window: int | None) -> bool:
