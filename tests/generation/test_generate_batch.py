@@ -11,7 +11,7 @@ from test_step_graphs import DRAFTERS, pretend_gpu
 
 import tetris_hf
 from tetris_hf import TetrisDecoding, generate_batch, iterate_batch
-from tetris_hf.generation import batch_job, decoding
+from tetris_hf.generation import assistant_drafter, batch_job, decoding
 from tetris_hf.generation.packing import Packing
 from tetris_hf.generation.slot_pool import SlotPool
 from tetris_hf.generation.verifier import Verifier
@@ -169,6 +169,19 @@ def test_an_assistant_takes_in_the_prompts_that_rows_wait_for(monkeypatch, shape
         assert output.accepted == output.verified > 0
         at_once = -(-(many - 1) // 4)  # three drafts and one token more a step; the prompt's own may be another
         assert at_once <= output.steps <= at_once + 1
+
+
+def test_prompts_longer_than_the_assistants_context(monkeypatch, shapes):
+    """It takes in as much as it has room for and drafts nothing there; in other rows it is as right as ever."""
+    monkeypatch.setattr(assistant_drafter, "text_limit", lambda model: 24)
+    target, same = kit.tiny(), kit.tiny()
+    given = [
+        [2 + (7 * i + j) % 60 for j in range(length)] for i, length in enumerate([3, 30, 5, 40, 23, 9, 24, 1, 12])
+    ]
+    outputs = generate_batch(target, given, same, 100, 3, 3, progress_bar=False, do_sample=False, max_new_tokens=20)
+    for ids, output in zip(given, outputs, strict=True):
+        assert output.generated_tokens == alone(target, ids, max_new_tokens=20)
+        assert output.accepted == output.verified and (output.verified > 0) == (len(ids) < 24)
 
 
 def test_a_refill_makes_the_host_wait_for_nothing(monkeypatch):
