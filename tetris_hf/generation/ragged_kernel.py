@@ -20,8 +20,8 @@ except ImportError:  # a build of torch for the CPU
 
 # Rows of a tile at most: tokens of a row times query heads to a key head.
 MAX_TILE = 64
-# Tokens of a row at most that are tiled where flash serves too. A feed of 256 beside 64 rows costs no more than as many
-# drafts do (docs/performance.md); more were not measured.
+# Tokens of a row at most that are tiled where flash serves too: more were not measured. A feed of 256 beside 64 rows
+# costs no more than as many drafts do (docs/performance.md).
 MAX_TILED = 257
 
 
