@@ -13,7 +13,8 @@ Every prompt has a limit of its own, from 16 to 512 new tokens. Contenders, in o
 
 Only tokens of answers count, up to a row's end token or limit. Each setting runs once to warm up, on its first prompts
 or (`closed`) on all, then `--repeats` times. Latency is from the moment a prompt gets its slot. Prints one JSON line
-per setting.
+per setting. `--feeds 64,1024 64,256,1024` runs the refilled settings once for each choice of how many prompt tokens a
+step can take in beside what it verifies, by default for the one that `tetris_hf` ships with.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ from torch.nn.functional import pad  # noqa: E402
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
 import tetris_hf  # noqa: E402
+from tetris_hf.generation import batch_job  # noqa: E402
 
 
 Answers = list[list[int]]
@@ -52,6 +55,14 @@ Record = dict[str, Any]
 KINDS = ("c0", "fixed", "tetris", "auto")
 FIXED = (1, 2, 3)
 TETRIS = ((2, 1.5), (3, 1.5), (3, 2.0))
+
+
+def feeds(text: str) -> tuple[int, ...]:
+    """Sizes that steps come in, 0 first, from increasing ones parted by commas."""
+    sizes = (0, *map(int, text.split(",")))
+    if list(sizes) != sorted(set(sizes)):
+        raise argparse.ArgumentTypeError(f"sizes must be positive and increase, got {text}")
+    return sizes
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -68,6 +79,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=int, nargs=2, default=[16, 512], metavar=("LEAST", "MOST"))
     add("--slots", type=int, default=64, help="N")
     add("--ways", nargs="+", choices=("refill", "closed", "static", "batch"), default=["refill", "closed", "static"])
+    add("--feeds", nargs="+", type=feeds, default=[batch_job.FEEDS], help="prompt tokens of a step, as 64,1024")
+    add("--max-characters", type=int, default=10**9, help="leave out prompts that are not shorter")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="which settings of ours (default: all)")
     add("--repeats", type=int, default=1)
     add("--stock-batches", type=int, default=3, help="closed batches of the stock contender")
@@ -93,12 +106,21 @@ class Jobs:
         self.args = args
         self.model, small, self.tokenizer = load_target(args)
         self.drafters = load_drafters(args, self.model, small)
-        texts = first_turns(args.prompts, max_characters=10**9, every=1) if args.prompts else list(PROMPTS)
+        texts = (
+            first_turns(args.prompts, max_characters=args.max_characters, every=1) if args.prompts else list(PROMPTS)
+        )
         draw = random.Random(args.seed)
         draw.shuffle(texts)
         texts = as_chat(self.tokenizer, list(islice(cycle(texts), args.num_prompts)))
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         self.requests = [{"input_ids": one, "max_new_tokens": draw.randint(*args.new_tokens)} for one in ids]
+
+    def contenders(self) -> Iterator[tuple[str, tuple[int, ...], str, Record]]:
+        """What to run: the way, the sizes of feeds, a name and arguments of `generate_batch`."""
+        for way in self.args.ways:
+            for sizes in self.args.feeds if way == "refill" else [batch_job.FEEDS]:
+                for name, setting in [("stock", {})] if way in ("static", "batch") else self.settings(way):
+                    yield way, sizes, name, setting
 
     def settings(self, way: str) -> list[tuple[str, Record]]:
         """What to run in one way: a name and arguments of `generate_batch`."""
@@ -260,26 +282,27 @@ def main(argv: list[str] | None = None) -> list[Record]:
     print(json.dumps(described), flush=True)
     if args.device.startswith("cuda"):
         torch._dynamo.config.recompile_limit = 64
-    records = []
-    for way in args.ways:
-        settings = [("stock", {})] if way in ("static", "batch") else jobs.settings(way)
-        for name, setting in settings:
-            if time.perf_counter() - start > args.time_limit:
-                print(f"left out, the time limit was reached: {way}, {name}", flush=True)
-                continue
-            sizes = {"C": setting.get("tetris_capacity"), "K": setting.get("num_assistant_tokens")}
-            record: Record = {"run": described, "way": way, "name": name, "slots": args.slots, **sizes}
-            try:
-                record |= measured(jobs, way, setting, args.repeats)
-            except Exception as error:  # a contender that fails is a result, and the others can still be measured
-                record["error"] = first_line(error)
-            finally:
-                tetris_hf.release_graphs()
-            records.append(record)
-            print(json.dumps({key: value for key, value in record.items() if key != "run"}), flush=True)
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+    records, shipped = [], batch_job.FEEDS
+    for way, sizes_of_feeds, name, setting in jobs.contenders():
+        if time.perf_counter() - start > args.time_limit:
+            print(f"left out, the time limit was reached: {way}, {name}", flush=True)
+            continue
+        batch_job.FEEDS = sizes_of_feeds
+        sizes = {"C": setting.get("tetris_capacity"), "K": setting.get("num_assistant_tokens")}
+        record: Record = {"run": described, "way": way, "name": name, "slots": args.slots, **sizes}
+        record["feeds"] = sizes_of_feeds
+        try:
+            record |= measured(jobs, way, setting, args.repeats)
+        except Exception as error:  # a contender that fails is a result, and the others can still be measured
+            record["error"] = first_line(error)
+        finally:
+            batch_job.FEEDS = shipped
+            tetris_hf.release_graphs()
+        records.append(record)
+        print(json.dumps({key: value for key, value in record.items() if key != "run"}), flush=True)
+        if args.out:
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
     return records
 
 

@@ -55,3 +55,15 @@ def test_what_fails_is_a_record_and_the_rest_goes_on(jobs, folder, monkeypatch):
     monkeypatch.setattr(jobs.Jobs, "static", fails)
     records = jobs.main(arguments(folder, "--ways", "static", "refill", "--kinds", "c0", "--drafters"))
     assert records[0]["error"] == "RuntimeError: no such kernel" and "error" not in records[1]
+
+
+def test_feeds_are_compared_in_one_process(jobs, folder, capsys):  # noqa: F811
+    shipped = jobs.batch_job.FEEDS
+    ways = ["--ways", "refill", "--kinds", "fixed", "--drafters", "shallow", "--feeds", "4,16", "2"]
+    records = jobs.main(arguments(folder, *ways))
+    assert [record["feeds"] for record in records] == [(0, 4, 16)] * 3 + [(0, 2)] * 3
+    assert len({record["tokens"] for record in records}) == 1 and jobs.batch_job.FEEDS == shipped
+    for wrong in ("16,4", "0,4", "4,4"):
+        with pytest.raises(SystemExit):
+            jobs.main(arguments(folder, "--feeds", wrong))
+        assert "sizes must be positive and increase" in capsys.readouterr().err
