@@ -35,7 +35,7 @@ from scipy.stats import rankdata  # noqa: E402
 from shipped import shipped_drafter  # noqa: E402
 
 import tetris_hf  # noqa: E402
-from tetris_hf.generation.drafting import judged  # noqa: E402
+from tetris_hf.generation.draft import judged  # noqa: E402
 
 
 ESTIMATES = ("largest probability", "margin of the top two", "expectation over q", "entropy bound", "calibrated")

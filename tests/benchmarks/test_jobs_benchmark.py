@@ -26,18 +26,18 @@ def test_all_ways_serve_the_same_job(jobs, folder, tmp_path, monkeypatch):  # no
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))  # where costs are kept
     # By itself continuous batching takes most of the machine's memory for its cache.
     small = functools.partial(ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=64)
-    monkeypatch.setattr(jobs, "ContinuousBatchingConfig", small)
+    monkeypatch.setattr(sys.modules["job_contenders"], "ContinuousBatchingConfig", small)
     out = tmp_path / "jobs.jsonl"
     ways = ["--ways", "refill", "closed", "static", "batch", "--stock-batches", "2", "--drafters", "shallow"]
-    records = jobs.main(arguments(folder, *ways, "--out", str(out)))
+    records, contenders = jobs.main(arguments(folder, *ways, "--out", str(out))), sys.modules["job_contenders"]
     assert [json.loads(line) for line in out.read_text().splitlines()] == json.loads(json.dumps(records))
     assert not [record["error"] for record in records if "error" in record]
     # In float32 everybody says the same, up to each row's own limit.
     assert len({record["tokens"] for record in records}) == 1
     names = [(record["way"], record["name"], record["K"]) for record in records]
     assert names == [
-        *[("refill", "C = 0", None), *(("refill", "fixed, shallow", k) for k in jobs.FIXED)],
-        *[("refill", "TETRIS, shallow", k) for k, _ in jobs.TETRIS],
+        *[("refill", "C = 0", None), *(("refill", "fixed, shallow", k) for k in contenders.FIXED)],
+        *[("refill", "TETRIS, shallow", k) for k, _ in contenders.TETRIS],
         *[("refill", "auto, shallow", None), ("closed", "C = 0", None)],
         *[("closed", "fixed, shallow", k) for k in (2, 3)],
         *[("static", "stock", None), ("batch", "stock", None)],

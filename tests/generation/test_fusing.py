@@ -11,7 +11,7 @@ from test_step_graphs import pretend_gpu
 import tetris_hf
 from tetris_hf.generation.calibration import AcceptanceCalibration
 from tetris_hf.generation.capacity_controller import CapacityController
-from tetris_hf.generation.drafting import Draft, Verification
+from tetris_hf.generation.draft import Draft, Verification
 from tetris_hf.generation.fusing import fusing
 from tetris_hf.generation.selection import TetrisSelector
 

@@ -3,7 +3,8 @@
 from .assistant_drafter import AssistantDrafter
 from .calibration import AcceptanceCalibration
 from .decoding import TetrisDecoding
-from .drafting import Draft, Drafter, Verification
+from .draft import Draft, Verification
+from .drafter import Drafter
 from .generate import disable, enable, generate
 from .generate_batch import generate_batch, iterate_batch
 from .mixed_drafter import MixedDrafter

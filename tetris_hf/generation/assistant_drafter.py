@@ -10,7 +10,8 @@ from collections.abc import Hashable
 import torch
 from transformers import PreTrainedModel
 
-from .drafting import Draft, Drafter, Verification, entropy
+from .draft import Draft, Verification, entropy
+from .drafter import Drafter
 from .fingerprint import of_model
 from .fusing import fused
 from .model_support import check_model, check_vocabularies, text_limit

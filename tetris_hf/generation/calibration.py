@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.utils import cached_file
 
-from .drafting import Draft, Verification, judged, survival
+from .draft import Draft, Verification, judged, survival
 from .fusing import fused
 
 

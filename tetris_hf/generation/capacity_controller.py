@@ -13,7 +13,7 @@ import torch
 from .calibration import AcceptanceCalibration
 from .capacity_settings import candidates, promised
 from .cost_table import CostTable
-from .drafting import Verification
+from .draft import Verification
 from .expected_gains import best_sums, learn_gains, learn_rates, learn_trust
 from .slowest_row import SlowestRow
 

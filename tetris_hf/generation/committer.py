@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .drafting import Verification
+from .draft import Verification
 from .fusing import fused
 from .outputs import OutputRecorder
 from .packed_model import PackedOutput

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from .drafting import Drafter
+from .drafter import Drafter
 
 
 def cost_key(model: PreTrainedModel, drafter: Drafter | None, num_rows: int, mode: str) -> dict[str, Any]:

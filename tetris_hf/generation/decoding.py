@@ -19,7 +19,7 @@ from .assistant_drafter import AssistantDrafter
 from .auto_capacity import MAX_DEPTH, AutoCapacity, controller_for
 from .committer import Committer
 from .cuda_graph import on_one_gpu
-from .drafting import Drafter
+from .drafter import Drafter
 from .mixed_drafter import MixedDrafter
 from .model_support import check_length, check_model
 from .outputs import OutputRecorder, TetrisDecoderOnlyOutput

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from .decoding import TetrisDecoding
-from .drafting import Drafter
+from .drafter import Drafter
 from .model_support import check_synced_gpus
 from .prompt_lookup_drafter import PromptLookupDrafter
 from .validation import check_capacity, check_depth

@@ -12,7 +12,8 @@ import torch
 from torch.nn.functional import one_hot, pad
 from transformers import PreTrainedModel
 
-from .drafting import Draft, Drafter, Verification
+from .draft import Draft, Verification
+from .drafter import Drafter
 from .packed_model import PackedModel
 from .processing import LogitsProcessing
 from .rows import Rows

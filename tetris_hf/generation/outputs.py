@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .drafting import Verification
+from .draft import Verification
 from .packed_model import PackedOutput
 from .rows import Rows
 from .stats import TetrisStats

@@ -10,7 +10,8 @@ from collections.abc import Hashable
 import torch
 from transformers import PreTrainedModel
 
-from .drafting import Draft, Drafter, Verification, judged
+from .draft import Draft, Verification, judged
+from .drafter import Drafter
 from .fusing import fused
 from .processing import LogitsProcessing
 from .rows import Rows

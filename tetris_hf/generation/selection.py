@@ -14,7 +14,7 @@ import torch
 from transformers.utils import logging
 
 from .calibration import AcceptanceCalibration
-from .drafting import Draft, Verification
+from .draft import Draft, Verification
 from .fusing import fused
 
 

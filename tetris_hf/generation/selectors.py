@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .drafting import Draft, Verification
+from .draft import Draft, Verification
 from .selection import DraftSelector, DraftSelectorList, evenly, spend
 
 

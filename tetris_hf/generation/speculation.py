@@ -16,7 +16,8 @@ from .auto_capacity import AutoCapacity
 from .captured_steps import CapturedSteps, StepSize
 from .committer import Committer
 from .cuda_graph import StageClock
-from .drafting import Draft, Drafter, Verification
+from .draft import Draft, Verification
+from .drafter import Drafter
 from .packed_model import PackedModel
 from .processing import LogitsProcessing
 from .rejection import Accepted, rejection_sample, sample

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .drafting import Draft, Verification
+from .draft import Draft, Verification
 from .selection import DraftSelector
 from .staircase import Staircase
 

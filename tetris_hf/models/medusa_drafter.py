@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from ..generation.drafting import Draft, Drafter, Verification, entropy
+from ..generation.draft import Draft, Verification, entropy
+from ..generation.drafter import Drafter
 from ..generation.fingerprint import of_model
 from ..generation.processing import LogitsProcessing
 from ..generation.rows import Rows
