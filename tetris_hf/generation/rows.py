@@ -109,24 +109,19 @@ class Rows:
         """
         return _room(self.length, self.max_length, self.finished, self.unfed, rows)
 
-    def feed(self, budget: int) -> torch.Tensor:
-        """
-        Count the next prompt tokens of rows that wait as computed: `budget` of them at most, lower rows first.
-
-        Returns:
-            `torch.LongTensor` of shape `(N,)`: How many of each row.
-        """
-        _, taken = self.next_feed(budget)
+    def feed(self, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count what [`~Rows.next_feed`] names as computed, and return it."""
+        first, taken = self.next_feed(budget)
         self.unfed.sub_(taken)
-        return taken
+        return first, taken
 
     def next_feed(self, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        What [`~Rows.feed`] would count as computed, for whoever computes the same tokens for itself.
+        The next prompt tokens of rows that wait: `budget` of them at most, lower rows first.
 
         Returns:
-            `tuple[torch.LongTensor, torch.LongTensor]`: Position of the first token in each row's text, and how many,
-            both of shape `(N,)`.
+            `tuple[torch.LongTensor, torch.LongTensor]`: Position of the first one in each row's text, that of
+            the last committed token where a row does not wait, and how many, both of shape `(N,)`.
         """
         return _next_feed(self.length, self.padding, self.unfed, budget)
 

@@ -59,13 +59,13 @@ class Verifier:
             size ([`StepSize`]): How many there are at most, and of the prompts.
         """
         rows = self.rows
-        fed = rows.feed(size.feed) if size.feed > 0 else None
+        prompts = rows.feed(size.feed) if size.feed > 0 else None
         last, counts = _shares(rows.length, rows.padding, rows.unfed, rows.finished, live, lengths)  # (N,) each
         num_tokens = rows.num_rows + min(size.capacity, rows.num_rows * size.depth)
         judged = packing = self._packing(counts, last, num_tokens, size.depth + 1)
         keep = None
-        if fed is not None:
-            first = last - rows.unfed - fed
+        if prompts is not None:
+            first, fed = prompts  # (N,) each
             packing = self._packing(counts + fed, first, num_tokens + size.feed, max(size.depth, size.feed) + 1)
             owners = judged.rows.clamp(min=0)
             keep = ((packing.starts + fed)[owners] + judged.offsets).clamp(max=packing.num_tokens - 1)
