@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> list[Record]:
         batch_job.FEEDS = sizes_of_feeds
         sizes = {"C": setting.get("tetris_capacity"), "K": setting.get("num_assistant_tokens")}
         record: Record = {"run": described, "way": way, "name": name, "slots": args.slots, **sizes}
-        record["feeds"] = sizes_of_feeds
+        record |= {"feeds": sizes_of_feeds, "max_characters": args.max_characters}
         try:
             record |= measured(jobs, way, setting, args.repeats)
         except Exception as error:  # a contender that fails is a result, and the others can still be measured
