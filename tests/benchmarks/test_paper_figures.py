@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tetris_hf import Draft
+
 
 SETS = ("qa", "sonnet", "conversation", "math_reasoning")
 NEW, DEPTH = 25, 6
@@ -181,6 +183,35 @@ def test_the_paper_s_rule_is_biased_and_ours_is_not(paper):
         assert (counts / counts.sum()).tolist() == pytest.approx(expected, abs=0.004)
     both = [bias.distance(bias.first_tokens(rule, [bias.Q, bias.SURER] * 4, 4, 20_000)) for rule in bias.RULES]
     assert both[0] > 0.012 and both[1] < 0.005
+
+
+def test_places_that_need_no_draft(paper, trace, trace_file, tmp_path):
+    depth = paper["depth"]
+    selector = depth.StoppingSelector()
+
+    def some(*chances):
+        tokens, lengths = torch.zeros(len(chances), len(chances[0]), dtype=torch.long), torch.tensor([3, 3])
+        return Draft(tokens, lengths, torch.tensor(chances), torch.tensor(chances))
+
+    # Behind one place a budget of two holds .9 and .4, and .9 might come; behind two .9 and .45, and .45 at best.
+    selector(some([0.9, 0.5, 0.5], [0.4, 0.5, 0.9]), torch.tensor([3, 3]), 2)
+    selector(some([0.5, 0.5, 0.5], [0.5, 0.9, 0.9]), torch.tensor([3, 3]), 2)
+    selector(some([0.5, 0.5, 0.5], [0.4, 0.9, 0.9]), torch.tensor([3, 3]), 6)
+    assert selector.places == [(3, 2), (3, 1), (3, 3)]
+    # One row verifies what the budget holds, and what it drafts deeper is never asked for.
+    out = tmp_path / "depth.jsonl"
+    records = depth.main(
+        ["--trace", trace_file, "--drafter", "made-up", "--rows", "1", "4", "--k", "1", "2", "--extras", "0", "2",
+         "--out", str(out), "--trials", "2"]
+    )  # fmt: skip
+    assert [(one["rows"], one["k"], one["extra"]) for one in records] == [
+        (rows, k, extra) for rows in (1, 4) for k in (1, 2) for extra in (0, 2)
+    ]
+    for one in records:
+        assert one["needed"][0] <= one["possible"][0] <= one["k"] + one["extra"]
+        assert one["rows"] > 1 or one["needed"][0] <= one["k"]
+        assert one["extra"] or one["saved"] == 0, "every place can be selected"
+    assert len(out.read_text().splitlines()) == len(records)
 
 
 @pytest.mark.parametrize("name", ["accepted_tokens", "batch_sizes", "extra_tokens", "comparison"])

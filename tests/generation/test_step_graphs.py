@@ -155,6 +155,20 @@ def test_slow_rows_first_selects_in_a_captured_step_what_it_selects_in_an_eager_
     assert torch.equal(stats[0].accepted, stats[1].accepted)
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("captured", [True, False])
+def test_no_step_drafts_deeper_than_the_budget_reaches(name, captured, monkeypatch):
+    target, capacity = kit.tiny(), 2
+    monkeypatch.setattr(decoding, "on_one_gpu", lambda *args: captured)
+    out = kit.speculate(target, kit.ragged(), DRAFTERS[name](target), capacity, 5, TetrisSelector(), max_new_tokens=30)
+    assert torch.equal(out.sequences, kit.plain(target, kit.ragged(), max_new_tokens=30))
+    stats = out.tetris_stats
+    assert stats.drafted.shape == stats.verified.shape == (3, 5), "as deep as was asked for, in the statistics"
+    assert stats.drafted[:, :capacity].any() and not stats.drafted[:, capacity:].any()
+    if name in ("near", "same") and not captured:  # whose stand-in counts what it runs again
+        assert stats.draft_forwards <= 1 + capacity * stats.steps, "one for each place, after that of the prompts"
+
+
 def test_drafters_catch_up_with_what_others_drafted():
     # Tied embeddings and small weights: the text repeats itself, so that lookups stand, many in a row.
     target = kit.tiny(tie_word_embeddings=True, initializer_range=0.02)

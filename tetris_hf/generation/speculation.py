@@ -279,10 +279,10 @@ class Speculation:
         self.committer.end()
 
     def _propose(self, live: torch.Tensor, feed: int) -> Draft:
-        """Drafts for the live rows, no deeper than any of them has room for."""
+        """Drafts for the live rows, no deeper than any of them has room for or the budget reaches."""
         if self.drafter is None:
             return Draft.empty(live)
-        depth = self.depth
+        depth = min(self.depth, self.capacity)  # no row can verify more than the whole budget
         if not self.rows.fixed_shapes:
             depth = min(depth, int(self.rows.room(live).max()))
         if depth == 0:
