@@ -66,6 +66,8 @@ class AssistantDrafter(Drafter):
         self._processing = processing
         self._vocab_size = vocab_size
         self._num_embeddings = self.model.get_input_embeddings().weight.shape[0]
+        # The target may say what this model has no embedding for; it then reads another token, and drafts the worse.
+        self._strange_tokens = target.get_input_embeddings().weight.shape[0] > self._num_embeddings
         if self._packed is None:
             length = self._context if rows.fixed_shapes else rows.prompt_width
             self._packed = PackedModel(self.model, rows.num_rows, length, self._context)
@@ -92,7 +94,7 @@ class AssistantDrafter(Drafter):
         processing = self._processing
         text_length = rows.text_length(live)
         # A row whose next draft would lie past this model's context drafts nothing and goes on.
-        lengths = torch.minimum(rows.room(live), self._context + 1 - text_length).clamp(0, depth)  # (R,)
+        lengths = _within_context(rows.room(live), text_length, self._context, depth)  # (R,)
         if not rows.fixed_shapes:
             depth = int(lengths.max())
         tokens = live.new_zeros(len(live), depth)
@@ -116,12 +118,12 @@ class AssistantDrafter(Drafter):
             most = 1 if place > 0 else depth + 1 if self.shares_rows else 2
             feed = self.feed if place == 0 else 0
             logits = self._fit(self._forward(rows, live, first, counts, most, feed))  # (R, V)
-            # A row that drafts no deeper is shown some prefix; its scores are not read.
-            scores = processing(logits, live, torch.minimum(rows.length[live] + place, rows.max_length[live]))
+            columns = _columns(rows.length, rows.max_length, live, place)  # (R,)
+            scores = processing(logits, live, columns)
             if self.temperature is not None:
                 scores = scores / self.temperature
             if q is None:
-                probability, drawn = _most_probable(processing.with_noise(scores, live, rows.length[live] + place))
+                probability, drawn = _most_probable(processing.with_noise(scores, live, columns))
                 expectation = probability
             else:
                 distribution = scores.softmax(-1)
@@ -130,9 +132,9 @@ class AssistantDrafter(Drafter):
                 probability, expectation = distribution.gather(1, drawn[:, None])[:, 0], distribution.amax(-1)
             if entropies is not None:
                 entropies[:, place] = entropy(scores)
-            tokens[:, place], probabilities[:, place], expectations[:, place] = drawn, probability, expectation
-            rows.write(live, tokens, lengths.clamp(max=place + 1))
-        self._cached[live] = torch.where(lengths > 0, text_length + lengths - 1, self._cached[live])
+            _put(tokens, probabilities, expectations, place, drawn, probability, expectation)
+            rows.write(live, tokens, lengths)  # those that are still missing are zeros, which nobody reads
+        _remember(self._cached, text_length, lengths, live)
         return Draft(tokens, lengths, probabilities, expectations, q, entropies)
 
     def observe(self, rows: Rows, verification: Verification) -> None:
@@ -164,9 +166,11 @@ class AssistantDrafter(Drafter):
             packing = Packing.of(all_counts, all_first, num_tokens, max(most, feed), self._context)
         else:
             packing = Packing.fitting(all_counts, all_first)
-        # The target may say what this model has no embedding for; it then reads another token, and drafts the worse.
-        tokens = rows.read(packing.rows.clamp(min=0), packing.positions).clamp(max=self._num_embeddings - 1)
-        return self._packed.forward(tokens, packing, keep=packing.last[live], recurring=most is not None).logits
+        tokens = rows.read(packing.rows, packing.positions)  # (T,)
+        if self._strange_tokens:
+            tokens = tokens.clamp(max=self._num_embeddings - 1)
+        keep = packing.last if len(live) == rows.num_rows else packing.last[live]  # (R,)
+        return self._packed.forward(tokens, packing, keep=keep, recurring=most is not None).logits
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """Bring the logits to the target's width: padded vocabularies of one tokenizer may differ. `(R, V)`."""
@@ -177,6 +181,41 @@ class AssistantDrafter(Drafter):
 
     def end(self) -> None:
         self._packed = None
+
+
+@fused
+def _within_context(room: torch.Tensor, text_length: torch.Tensor, context: int, depth: int) -> torch.Tensor:
+    """Drafts of each row: as many as it has room for, none past the context of the model. `(R,)`."""
+    return torch.minimum(room, context + 1 - text_length).clamp(0, depth)
+
+
+@fused
+def _columns(length: torch.Tensor, max_length: torch.Tensor, live: torch.Tensor, place: int) -> torch.Tensor:
+    """
+    Width of the prefix that each row's draft at `place` continues, `(R,)`. A row that drafts no deeper is shown some
+    prefix; its scores are not read.
+    """
+    return torch.minimum(length[live] + place, max_length[live])
+
+
+@fused
+def _put(
+    tokens: torch.Tensor,
+    probabilities: torch.Tensor,
+    expectations: torch.Tensor,
+    place: int,
+    drawn: torch.Tensor,
+    probability: torch.Tensor,
+    expectation: torch.Tensor,
+) -> None:
+    """Draft tokens and their chances, `(R,)` each, into the column `place`."""
+    tokens[:, place], probabilities[:, place], expectations[:, place] = drawn, probability, expectation
+
+
+@fused
+def _remember(cached: torch.Tensor, text_length: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor) -> None:
+    """Count what was fed to draft `lengths` tokens as cached: all of the text and of the draft but its last token."""
+    cached[live] = torch.where(lengths > 0, text_length + lengths - 1, cached[live])
 
 
 @fused

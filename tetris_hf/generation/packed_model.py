@@ -196,7 +196,7 @@ class PackedModel:
         self.cache.slots = self.cache.slots_of(packing.rows, packing.positions)
         model_kwargs: dict[str, Any] = {
             "input_ids": input_ids[None].to(self._device),
-            "position_ids": packing.positions.clamp(min=0)[None].to(self._device),
+            "position_ids": packing.position_ids[None].to(self._device),
             "attention_mask": None,
             "use_cache": True,
             "return_dict": True,

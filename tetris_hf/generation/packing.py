@@ -28,6 +28,9 @@ class Packing:
         rows (`torch.LongTensor` of shape `(T,)`): Row of each packed token.
         offsets (`torch.LongTensor` of shape `(T,)`): Index of each token within its row's share.
         positions (`torch.LongTensor` of shape `(T,)`): Position of each token in its row's text, from 0.
+        position_ids (`torch.LongTensor` of shape `(T,)`): The same as a model takes them: filler is at 0.
+        last (`torch.LongTensor` of shape `(N,)`):
+            Index of each row's last packed token; of its predecessor's, where the row has none.
         max_count (`int`): An upper bound of `counts`.
         max_length (`int`): An upper bound of `positions + 1`.
     """
@@ -38,6 +41,8 @@ class Packing:
     rows: torch.Tensor
     offsets: torch.Tensor
     positions: torch.Tensor
+    position_ids: torch.Tensor
+    last: torch.Tensor
     max_count: int
     max_length: int
 
@@ -57,8 +62,8 @@ class Packing:
             max_count (`int`): An upper bound of `counts`.
             max_length (`int`): An upper bound of all positions + 1.
         """
-        lengths, starts, rows, offsets, positions = _lay_out(counts, first_positions, num_tokens)
-        return cls(counts, lengths, starts, rows, offsets, positions, max_count, max_length)
+        lengths, starts, rows, offsets, positions, position_ids, last = _lay_out(counts, first_positions, num_tokens)
+        return cls(counts, lengths, starts, rows, offsets, positions, position_ids, last, max_count, max_length)
 
     @classmethod
     def fitting(cls, counts: torch.Tensor, first_positions: torch.Tensor) -> Packing:
@@ -77,11 +82,6 @@ class Packing:
     @property
     def num_tokens(self) -> int:
         return self.rows.shape[0]
-
-    @cached_property
-    def last(self) -> torch.Tensor:
-        """Index of each row's last packed token; of its predecessor's, where the row has none. Shape `(N,)`."""
-        return (self.starts + self.counts - 1).clamp(min=0)
 
     @cached_property
     def padded_index(self) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Packing:
 
 @fused
 def _lay_out(counts: torch.Tensor, first_positions: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
-    """Lengths, starts, rows, offsets and positions of [`Packing.of`]."""
+    """What [`Packing.of`] finds out, from `lengths` to `last`."""
     ends = counts.cumsum(0)
     starts = ends - counts
     index = torch.arange(num_tokens, device=counts.device)
@@ -124,4 +124,6 @@ def _lay_out(counts: torch.Tensor, first_positions: torch.Tensor, num_tokens: in
         row.masked_fill(filler, -1),
         offsets.masked_fill(filler, 0),
         positions.masked_fill(filler, -1),
+        positions.masked_fill(filler, 0),
+        (ends - 1).clamp(min=0),
     )

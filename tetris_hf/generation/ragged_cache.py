@@ -113,6 +113,8 @@ class RaggedCache(Cache):
         self.length = min(max_length, -(-length // block_size) * block_size)
         self.slots: torch.Tensor = torch.empty(0, dtype=torch.long)
         self.pool_size = num_slots
+        # Of rows at equal distances, which only `reserve` changes: a step need not work them out again.
+        self._firsts, self._spacing = torch.empty(0, dtype=torch.long), self.length
         if num_slots is not None:
             self.length = max_length
             self._firsts, self._sizes = torch.zeros(2, num_rows, dtype=torch.long, device=device)
@@ -124,8 +126,8 @@ class RaggedCache(Cache):
 
     def firsts(self, device: torch.device) -> torch.Tensor:
         """First slot of each row. `torch.LongTensor` of shape `(N,)`."""
-        if self.pool_size is None:
-            return torch.arange(self.num_rows, device=device) * self.length
+        if self.pool_size is None and (len(self._firsts) == 0 or self._spacing != self.length):
+            self._firsts, self._spacing = torch.arange(self.num_rows, device=device) * self.length, self.length
         firsts: torch.Tensor = self._firsts.to(device)
         return firsts
 

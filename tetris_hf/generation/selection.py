@@ -104,7 +104,7 @@ class DraftSelectorList(list[DraftSelector]):
         if draft.depth == 0:
             return lengths
         for selector in self:
-            lengths = torch.minimum(lengths, selector(draft, lengths, capacity)).clamp(min=0)
+            lengths = _no_longer(lengths, selector(draft, lengths, capacity))
         # These two spend the budget themselves, and others can only take away; of their subclasses nobody knows.
         if any(type(selector) in (TetrisSelector, FixedWindowSelector) for selector in self):
             return lengths
@@ -277,3 +277,9 @@ def _winners(order: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, 
     """Of the C places in front: their rows, and 1 where a row does have so many tokens."""
     rows = order % len(lengths)
     return rows, (order // len(lengths) < lengths[rows]).long()
+
+
+@fused
+def _no_longer(lengths: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """What a selector wants of what is still selectable, `(R,)`."""
+    return torch.minimum(lengths, wanted).clamp(min=0)
