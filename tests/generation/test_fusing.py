@@ -9,9 +9,10 @@ import torch
 from test_step_graphs import pretend_gpu
 
 import tetris_hf
+from tetris_hf.generation import assistant_drafter
 from tetris_hf.generation.calibration import AcceptanceCalibration
 from tetris_hf.generation.capacity_controller import CapacityController
-from tetris_hf.generation.draft import Draft, Verification
+from tetris_hf.generation.draft import Draft, Verification, most_probable
 from tetris_hf.generation.fusing import fusing
 from tetris_hf.generation.selection import TetrisSelector
 
@@ -92,3 +93,48 @@ def test_whole_calls_compiled(name, monkeypatch):
     assert found.sequences.equal(wanted.sequences)
     for count in ("drafted", "verified", "accepted", "bonus", "live_steps"):
         assert getattr(found.tetris_stats, count).equal(getattr(wanted.tetris_stats, count)), count
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(1, 40), (5, 40), (3, 2, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_probable_token_is_that_of_the_softmax(shape, dtype, compiled):
+    scores = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
+    scores[..., 7] = -torch.inf  # what a processor has ruled out
+    with fusing(compiled):
+        probability, token = most_probable(scores)
+    expected, place = scores.float().softmax(-1).max(-1)
+    torch.testing.assert_close(probability, expected)
+    assert torch.equal(token, place) and probability.dtype == torch.float32
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_surrounds_a_draft_equals_a_loop(compiled):
+    generator = torch.Generator().manual_seed(2)
+
+    def some(most: int) -> torch.Tensor:
+        return torch.randint(0, most, (4,), generator=generator)
+
+    for depth in (1, 2, 4):
+        room, text_length, length, max_length = some(5), 1 + some(12), some(20), some(20)
+        live, cached, context = torch.tensor([0, 1, 2, 3]), some(9), 10
+        tokens = torch.zeros(4, depth, dtype=torch.long)
+        chances = torch.zeros(2, 4, depth)
+        with fusing(compiled):
+            lengths = assistant_drafter._within_context(room, text_length, context, depth)
+            before = cached.clone()
+            assistant_drafter._remember(cached, text_length, lengths, live)
+            for place in range(depth):
+                columns = assistant_drafter._columns(length, max_length, live, place)
+                assert columns.tolist() == [
+                    min(int(a) + place, int(b)) for a, b in zip(length, max_length, strict=True)
+                ]
+                drawn, probability, expectation = some(50), torch.rand(4), torch.rand(4)
+                assistant_drafter._put(tokens, *chances, place, drawn, probability, expectation)
+                assert torch.equal(tokens[:, place], drawn) and not tokens[:, place + 1 :].any()
+                assert torch.equal(chances[:, :, place], torch.stack([probability, expectation]))
+        for row in range(4):
+            drafts = max(0, min(int(room[row]), context + 1 - int(text_length[row]), depth))
+            assert int(lengths[row]) == drafts
+            # The last draft is fed to nobody.
+            assert int(cached[row]) == (int(text_length[row]) + drafts - 1 if drafts else int(before[row]))

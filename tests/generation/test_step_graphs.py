@@ -14,7 +14,7 @@ from transformers import StoppingCriteria
 
 import tetris_hf
 from tetris_hf import MedusaConfig, MedusaHeads, PromptLookupDrafter, TetrisDecoding, TetrisSelector
-from tetris_hf.generation import captured_steps, cuda_graph, decoding, packed_model, step_cache
+from tetris_hf.generation import captured_steps, compiled_layers, cuda_graph, decoding, packed_model, step_cache
 from tetris_hf.generation.packing import Packing
 
 
@@ -245,8 +245,10 @@ def test_compiled_layers_and_functions_change_nothing(monkeypatch):
     assert target not in step_cache._uncompiled and len(RunsAgain.made) == 3
     # Few compilations serve all layers of target and assistant and any number of tokens: one for each of the numbers
     # that the compiler thinks special.
-    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(type(target.model.layers[0]).forward.__code__)
-    assert 1 <= len(entries) <= 3
+    for module in (target.model.layers[0], target.model.norm, target.model.rotary_emb):
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(type(module).forward.__code__)
+        assert 1 <= len(entries) <= 3, type(module)
+    assert not compiled_layers._refused
     assert [sorted(vars(layer)) for layer in target.model.layers] == before
 
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 import torch
 from transformers import PreTrainedModel
 
-from .draft import Draft, Verification, entropy
+from .draft import Draft, Verification, entropy, most_probable
 from .drafter import Drafter
 from .fingerprint import of_model
 from .fusing import fused
@@ -123,7 +123,7 @@ class AssistantDrafter(Drafter):
             if self.temperature is not None:
                 scores = scores / self.temperature
             if q is None:
-                probability, drawn = _most_probable(processing.with_noise(scores, live, columns))
+                probability, drawn = most_probable(processing.with_noise(scores, live, columns))
                 expectation = probability
             else:
                 distribution = scores.softmax(-1)
@@ -216,13 +216,6 @@ def _put(
 def _remember(cached: torch.Tensor, text_length: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor) -> None:
     """Count what was fed to draft `lengths` tokens as cached: all of the text and of the draft but its last token."""
     cached[live] = torch.where(lengths > 0, text_length + lengths - 1, cached[live])
-
-
-@fused
-def _most_probable(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probability and index of the most probable token at each place of `(R, V)`."""
-    highest, token = scores.max(-1)
-    return (highest - scores.logsumexp(-1)).exp(), token
 
 
 @fused

@@ -146,6 +146,17 @@ class Verification:
     starts: torch.Tensor
 
 
+@fused
+def most_probable(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Probability, in float32, and index of the most probable token of the distributions that scores of shape `(..., V)`
+    stand for. Both of shape `(...)`. Compiled, neither the scores in float32 nor their softmax is ever stored.
+    """
+    scores = scores.float()
+    highest, token = scores.max(-1)
+    return (highest - scores.logsumexp(-1)).exp(), token
+
+
 def entropy(scores: torch.Tensor) -> torch.Tensor:
     """Entropy in nats of the distribution that scores of shape `(..., V)` stand for. Shape `(...)`."""
     logarithms = scores.log_softmax(-1)

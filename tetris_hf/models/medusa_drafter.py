@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from ..generation.draft import Draft, Verification, entropy
+from ..generation.draft import Draft, Verification, entropy, most_probable
 from ..generation.drafter import Drafter
 from ..generation.fingerprint import of_model
 from ..generation.processing import LogitsProcessing
@@ -96,11 +96,11 @@ class MedusaDrafter(Drafter):
             newest = rows.tokens[live, rows.length[live] - 1]  # (R,)
             next_embeds = self._embeddings(newest).to(states.device)
         logits = self.heads(states, self._lm_head, num_heads=depth, next_embeds=next_embeds)
-        scores = logits[..., : self._vocab_size].float()  # (R, K, V)
+        scores = logits[..., : self._vocab_size]  # (R, K, V)
         if self._processing.seeded:
-            scores = self._noisy(scores, rows, live)
-        probabilities, tokens = (best.to(live.device) for best in scores.softmax(-1).max(-1))  # (R, K)
-        entropies = entropy(scores).to(live.device) if self.keeps_entropies else None
+            scores = self._noisy(scores.float(), rows, live)
+        probabilities, tokens = (best.to(live.device) for best in most_probable(scores))  # (R, K)
+        entropies = entropy(scores.float()).to(live.device) if self.keeps_entropies else None
         # The token is a function of the distribution: its probability tells nothing that the distribution does not.
         lengths = rows.room(live).clamp(max=depth)
         return Draft(tokens, lengths, probabilities, probabilities, entropies=entropies)
