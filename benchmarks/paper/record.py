@@ -140,8 +140,8 @@ def record(
         for number, batch in enumerate(batches):
             start = time.perf_counter()
             sequences = model.generate(
-                **batch, do_sample=False, max_new_tokens=max_new_tokens, assistant_model=recorder, tetris_capacity=1,
-                num_assistant_tokens=depth,
+                **batch, do_sample=False, max_new_tokens=max_new_tokens, assistant_model=recorder,
+                tetris_capacity=depth, num_assistant_tokens=depth,  # no row drafts deeper than the capacity
             )  # fmt: skip
             num_rows, width = batch["input_ids"].shape
             text.append(sequences[:, width:].cpu())

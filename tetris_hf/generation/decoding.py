@@ -54,7 +54,7 @@ class TetrisDecoding:
             between steps, for most tokens per second, from what drafts promise, what was accepted and what steps cost.
         num_assistant_tokens (`int`, *optional*):
             K, draft tokens proposed per row and step. By default what the call or the assistant's generation config
-            says, else `C // N + 1`. With `"auto"` the largest K, by default 6.
+            says, else `C // N + 1`; beyond C nothing is drafted. With `"auto"` the largest K, by default 6.
         selector ([`DraftSelector`] or a list of them, *optional*):
             Which drafts are verified, by default [`TetrisSelector`], with `capacity="auto"` slow rows first.
         streamer ([`RowStreamer`] or `BaseStreamer`, *optional*):
