@@ -117,24 +117,22 @@ def test_what_surrounds_a_draft_equals_a_loop(compiled):
 
     for depth in (1, 2, 4):
         room, text_length, length, max_length = some(5), 1 + some(12), some(20), some(20)
-        live, cached, context = torch.tensor([0, 1, 2, 3]), some(9), 10
-        tokens = torch.zeros(4, depth, dtype=torch.long)
-        chances = torch.zeros(2, 4, depth)
+        live, cached, context, width = torch.tensor([0, 1, 2, 3]), some(9), 10, 30
+        before = cached.clone()
         with fusing(compiled):
             lengths = assistant_drafter._within_context(room, text_length, context, depth)
-            before = cached.clone()
             assistant_drafter._remember(cached, text_length, lengths, live)
-            for place in range(depth):
-                columns = assistant_drafter._columns(length, max_length, live, place)
-                assert columns.tolist() == [
-                    min(int(a) + place, int(b)) for a, b in zip(length, max_length, strict=True)
-                ]
-                drawn, probability, expectation = some(50), torch.rand(4), torch.rand(4)
-                assistant_drafter._put(tokens, *chances, place, drawn, probability, expectation)
-                assert torch.equal(tokens[:, place], drawn) and not tokens[:, place + 1 :].any()
-                assert torch.equal(chances[:, :, place], torch.stack([probability, expectation]))
+            columns, written, first, counts = assistant_drafter._places(
+                length, max_length, text_length, lengths, live, depth, width
+            )
         for row in range(4):
             drafts = max(0, min(int(room[row]), context + 1 - int(text_length[row]), depth))
             assert int(lengths[row]) == drafts
             # The last draft is fed to nobody.
             assert int(cached[row]) == (int(text_length[row]) + drafts - 1 if drafts else int(before[row]))
+            for place in range(depth):
+                column = int(length[row]) + place
+                assert int(columns[place, row]) == min(column, int(max_length[row]))
+                assert int(written[place, row]) == (column if place < drafts else width)
+                assert int(first[place, row]) == int(text_length[row]) + place - 1, "of the draft before"
+                assert int(counts[place, row]) == (place < drafts)

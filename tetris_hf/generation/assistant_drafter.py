@@ -10,7 +10,7 @@ from collections.abc import Hashable
 import torch
 from transformers import PreTrainedModel
 
-from .draft import Draft, Verification, entropy, most_probable
+from .draft import Draft, GrowingDraft, Verification, entropy, most_probable
 from .drafter import Drafter
 from .fingerprint import of_model
 from .fusing import fused
@@ -97,45 +97,41 @@ class AssistantDrafter(Drafter):
         lengths = _within_context(rows.room(live), text_length, self._context, depth)  # (R,)
         if not rows.fixed_shapes:
             depth = int(lengths.max())
-        tokens = live.new_zeros(len(live), depth)
-        probabilities = torch.zeros(len(live), depth, device=live.device)
-        expectations = torch.zeros_like(probabilities)
-        q = torch.zeros(len(live), depth, self._vocab_size, device=live.device) if processing.do_sample else None
-        entropies = torch.zeros_like(probabilities) if self.keeps_entropies else None
+        columns, written, following, one_more = _places(
+            rows.length, rows.max_length, text_length, lengths, live, depth, rows.width
+        )  # (K, R) each
+        drafted = GrowingDraft(lengths)
+        # The only one that is large: kept once.
+        q = torch.empty(len(live), depth, self._vocab_size, device=live.device) if processing.do_sample else None
         for place in range(depth):
-            if place > 0 and self.wants_deeper is not None:
-                shallow = Draft(tokens[:, :place], lengths, probabilities[:, :place], expectations[:, :place])
-                if not self.wants_deeper(shallow):
-                    lengths = lengths.clamp(max=place)
-                    break
+            if place > 0 and self.wants_deeper is not None and not self.wants_deeper(drafted.draft()):
+                drafted.lengths = lengths = lengths.clamp(max=place)
+                break
             if place == 0:
                 # If all drafts and the bonus token were accepted, the last draft is new to the cache as well. Two
                 # tokens in any case: so the shape does not depend on what was accepted. Tokens that another drafter
                 # proposed are new, every one of them.
                 first, counts = _newest(self._cached, text_length, lengths, live)
             else:
-                first, counts = _one_more(text_length, lengths, place)
+                first, counts = following[place], one_more[place]
             most = 1 if place > 0 else depth + 1 if self.shares_rows else 2
             feed = self.feed if place == 0 else 0
             logits = self._fit(self._forward(rows, live, first, counts, most, feed))  # (R, V)
-            columns = _columns(rows.length, rows.max_length, live, place)  # (R,)
-            scores = processing(logits, live, columns)
+            scores = processing(logits, live, columns[place])
             if self.temperature is not None:
                 scores = scores / self.temperature
             if q is None:
-                probability, drawn = most_probable(processing.with_noise(scores, live, columns))
+                probability, drawn = most_probable(processing.with_noise(scores, live, columns[place]))
                 expectation = probability
             else:
                 distribution = scores.softmax(-1)
                 q[:, place] = distribution
                 drawn = sample(distribution)
                 probability, expectation = distribution.gather(1, drawn[:, None])[:, 0], distribution.amax(-1)
-            if entropies is not None:
-                entropies[:, place] = entropy(scores)
-            _put(tokens, probabilities, expectations, place, drawn, probability, expectation)
-            rows.write(live, tokens, lengths)  # those that are still missing are zeros, which nobody reads
+            drafted.add(drawn, probability, expectation, entropy(scores) if self.keeps_entropies else None)
+            rows.tokens[live, written[place]] = drawn
         _remember(self._cached, text_length, lengths, live)
-        return Draft(tokens, lengths, probabilities, expectations, q, entropies)
+        return drafted.draft(q)
 
     def observe(self, rows: Rows, verification: Verification) -> None:
         """The cache holds drafts; from the first one that did not become text on, it holds something else."""
@@ -157,7 +153,8 @@ class AssistantDrafter(Drafter):
         Feed `counts[i]` tokens of row `live[i]` from position `first[i]` on; logits at the last of each. `(R, V)`.
         With fixed shapes, room for `most` tokens of every row, and for `feed` of the prompts that rows wait for.
         """
-        all_counts, all_first = _of_all(counts, first, live, rows.length)
+        everyone = len(live) == rows.num_rows
+        all_counts, all_first = (counts, first) if everyone else _of_all(counts, first, live, rows.length)
         assert self._packed is not None, "`begin` comes first"
         if rows.fixed_shapes and most is not None:
             if feed > 0:
@@ -169,7 +166,7 @@ class AssistantDrafter(Drafter):
         tokens = rows.read(packing.rows, packing.positions)  # (T,)
         if self._strange_tokens:
             tokens = tokens.clamp(max=self._num_embeddings - 1)
-        keep = packing.last if len(live) == rows.num_rows else packing.last[live]  # (R,)
+        keep = packing.last if everyone else packing.last[live]  # (R,)
         return self._packed.forward(tokens, packing, keep=keep, recurring=most is not None).logits
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
@@ -190,26 +187,25 @@ def _within_context(room: torch.Tensor, text_length: torch.Tensor, context: int,
 
 
 @fused
-def _columns(length: torch.Tensor, max_length: torch.Tensor, live: torch.Tensor, place: int) -> torch.Tensor:
+def _places(
+    length: torch.Tensor,
+    max_length: torch.Tensor,
+    text_length: torch.Tensor,
+    lengths: torch.Tensor,
+    live: torch.Tensor,
+    depth: int,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Width of the prefix that each row's draft at `place` continues, `(R,)`. A row that drafts no deeper is shown some
-    prefix; its scores are not read.
+    Of each row's draft at each place, `(K, R)`: the width of the prefix that it continues; the column to write it to,
+    the spare one, `width`, if there is none; and, for the forward that drafts it from the one before, the position to
+    feed and how many there are to feed, one or none. A row that drafts no deeper is shown some prefix; its scores are
+    not read.
     """
-    return torch.minimum(length[live] + place, max_length[live])
-
-
-@fused
-def _put(
-    tokens: torch.Tensor,
-    probabilities: torch.Tensor,
-    expectations: torch.Tensor,
-    place: int,
-    drawn: torch.Tensor,
-    probability: torch.Tensor,
-    expectation: torch.Tensor,
-) -> None:
-    """Draft tokens and their chances, `(R,)` each, into the column `place`."""
-    tokens[:, place], probabilities[:, place], expectations[:, place] = drawn, probability, expectation
+    places = torch.arange(depth, device=live.device)[:, None]
+    columns, real = length[live] + places, places < lengths
+    prefix = torch.minimum(columns, max_length[live])
+    return prefix, columns.where(real, width), text_length + places - 1, real.long()
 
 
 @fused
@@ -225,12 +221,6 @@ def _newest(
     """First position and number of the tokens that are new to the cache, two at least; `(R,)` each."""
     first = torch.minimum(cached[live], text_length - 2).clamp(min=0)
     return first, (text_length - first) * (lengths > 0)
-
-
-@fused
-def _one_more(text_length: torch.Tensor, lengths: torch.Tensor, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for the draft token before `place`."""
-    return text_length + (place - 1), (lengths > place).long()
 
 
 @fused

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .draft import Draft, Verification
 from .drafter import Drafter
+from .fusing import fused
 from .packed_model import PackedModel
 from .processing import LogitsProcessing
 from .rows import Rows
@@ -84,30 +85,22 @@ class MixedDrafter(Drafter):
         for drafter in self.drafters:
             drafter.keeps_entropies, drafter.feed = self.keeps_entropies, self.feed
         self._drafts = [drafter.propose(rows, live, depth) for drafter in self.drafters]
-        first = [pad(draft.expectations, (0, 1))[:, 0].masked_fill(draft.lengths == 0, -1.0) for draft in self._drafts]
-        self._chosen = torch.stack(first).argmax(0)  # (R,)
-        sampled = any(draft.q is not None for draft in self._drafts)
         deepest = max(draft.depth for draft in self._drafts)
-        mixed = self._padded(self._drafts[0], deepest, sampled)
-        for index, draft in enumerate(self._drafts[1:], start=1):
-            mixed = _where(self._chosen == index, self._padded(draft, deepest, sampled), mixed)
-        return mixed
-
-    def _padded(self, draft: Draft, depth: int, sampled: bool) -> Draft:
-        """The draft `depth` deep; with a q of its own if some other draft was sampled: one at its tokens."""
-        missing = (0, depth - draft.depth)
-        tokens = pad(draft.tokens, missing)
-        q = None
-        if draft.q is not None:
-            q = pad(draft.q, (0, 0, *missing))
-        elif sampled:
-            q = one_hot(tokens, self._vocab_size).float()  # (R, K, V)
-        entropies = None
+        parts = [(draft.lengths, draft.tokens, draft.probabilities, draft.expectations) for draft in self._drafts]
+        self._chosen, lengths, tokens, probabilities, expectations = _mixed(parts, deepest)
+        q, entropies = None, None
+        if any(draft.q is not None for draft in self._drafts):
+            q = _of_chosen(self._chosen, [self._q(draft, deepest) for draft in self._drafts])  # (R, K, V)
         if self.keeps_entropies:
-            known = draft.entropies if draft.entropies is not None else torch.zeros_like(draft.probabilities)
-            entropies = pad(known, missing)
-        probabilities, expectations = pad(draft.probabilities, missing), pad(draft.expectations, missing)
-        return Draft(tokens, draft.lengths, probabilities, expectations, q, entropies)
+            known = [torch.zeros_like(d.probabilities) if d.entropies is None else d.entropies for d in self._drafts]
+            entropies = _of_chosen(self._chosen, [_padded(one, deepest) for one in known])  # (R, K)
+        return Draft(tokens, lengths, probabilities, expectations, q, entropies)
+
+    def _q(self, draft: Draft, depth: int) -> torch.Tensor:
+        """The draft's q `depth` deep; where its tokens were not sampled, while others were, one at its tokens."""
+        if draft.q is not None:
+            return pad(draft.q, (0, 0, 0, depth - draft.depth))
+        return one_hot(_padded(draft.tokens, depth), self._vocab_size).float()
 
     def observe(self, rows: Rows, verification: Verification) -> None:
         """Each drafter learns from the rows that took its proposal: elsewhere, nothing of it was verified."""
@@ -124,16 +117,27 @@ class MixedDrafter(Drafter):
             drafter.end()
 
 
-def _where(chosen: torch.Tensor, one: Draft, other: Draft) -> Draft:
-    """`one` in the rows `chosen`, of shape `(R,)`, else `other`; both equally deep."""
-    deep = chosen[:, None]
-    return Draft(
-        tokens=torch.where(deep, one.tokens, other.tokens),
-        lengths=torch.where(chosen, one.lengths, other.lengths),
-        probabilities=torch.where(deep, one.probabilities, other.probabilities),
-        expectations=torch.where(deep, one.expectations, other.expectations),
-        q=None if one.q is None or other.q is None else torch.where(deep[:, :, None], one.q, other.q),
-        entropies=None
-        if one.entropies is None or other.entropies is None
-        else torch.where(deep, one.entropies, other.entropies),
-    )
+@fused
+def _mixed(parts: Sequence[tuple[torch.Tensor, ...]], depth: int) -> tuple[torch.Tensor, ...]:
+    """
+    The proposal that each row takes, by its number, and what it says: lengths of shape `(R,)`, then tokens,
+    probabilities and expectations of shape `(R, depth)`, given of each proposal as deep as it is.
+    """
+    first = [_padded(expectations, 1)[:, 0].masked_fill(lengths == 0, -1.0) for lengths, *_, expectations in parts]
+    chosen = torch.stack(first).argmax(0)  # (R,)
+    lengths, *deep = zip(*parts, strict=True)
+    mixed = [_of_chosen(chosen, [_padded(one, depth) for one in some]) for some in deep]
+    return chosen, _of_chosen(chosen, lengths), *mixed
+
+
+def _padded(one: torch.Tensor, depth: int) -> torch.Tensor:
+    """`(R, K)` to `(R, depth)`, if that is deeper."""
+    return pad(one, (0, depth - one.shape[1])) if one.shape[1] < depth else one
+
+
+def _of_chosen(chosen: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of `parts`, all of shape `(R, ...)`, in each row the one of the number `chosen`, of shape `(R,)`."""
+    found = parts[0]
+    for number, part in enumerate(parts[1:], start=1):
+        found = torch.where((chosen == number).view(-1, *[1] * (part.dim() - 1)), part, found)
+    return found
