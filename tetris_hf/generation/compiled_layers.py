@@ -128,7 +128,7 @@ def _forward(layer: nn.Module, settings: dict[str, Any]) -> Any:
 
 def _forgiving(module: nn.Module, settings: dict[str, Any]) -> Any:
     """What stands in for `module.forward`, and leaves it as it is if the compiler fails: little is lost then."""
-    compiled = torch.compile(type(module).forward, dynamic=True, **settings)
+    compiled = torch.compile(_own_forward, dynamic=True, **settings)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kind = type(module)
@@ -138,6 +138,11 @@ def _forgiving(module: nn.Module, settings: dict[str, Any]) -> Any:
             except TorchDynamoException as error:
                 _refused.add(kind)
                 logger.warning(f"{kind.__name__} runs without being compiled: {str(error).strip().splitlines()[0]}")
-        return kind.forward(module, *args, **kwargs)
+        return _own_forward(module, *args, **kwargs)
 
     return forward
+
+
+def _own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module's class. The compiler looks into what this calls, but not into a decorator of torch."""
+    return type(module).forward(module, *args, **kwargs)
