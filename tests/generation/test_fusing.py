@@ -68,8 +68,10 @@ def test_calibration_deeper_than_its_places():
         torch.testing.assert_close(value - before[name], torch.stack([moves[0], moves[1:].sum()]))
 
 
-@pytest.mark.parametrize("name", ["assistant", "lookup"])
-def test_whole_calls_compiled(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name, seed", [("near", None), ("lookup", None), ("heads", None), ("mixed", None), ("near", 5), ("mixed", 5)]
+)
+def test_whole_calls_compiled(name, seed, monkeypatch):
     """Every small function of a step of fixed shapes, the end of rows included: text and counts are the same."""
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(test_step_graphs, "Operations", test_step_graphs.Unwatched)
@@ -79,12 +81,12 @@ def test_whole_calls_compiled(name, monkeypatch):
     ends = [int(texts[0, -10]), int(texts[1, -3])]
 
     def call():
-        drafter = kit.near(target) if name == "assistant" else tetris_hf.PromptLookupDrafter()
-        decoding = tetris_hf.TetrisDecoding(drafter, capacity=6, num_assistant_tokens=3)
+        drafter = test_step_graphs.DRAFTERS[name](target)
+        decoding = tetris_hf.TetrisDecoding(drafter, capacity=6, num_assistant_tokens=3, seed=seed)
         tetris_hf.release_graphs()
         return target.generate(
-            **batch, custom_generate=decoding, max_new_tokens=24, do_sample=False, eos_token_id=ends, pad_token_id=0,
-            return_dict_in_generate=True,
+            **batch, custom_generate=decoding, max_new_tokens=24, do_sample=seed is not None, eos_token_id=ends,
+            pad_token_id=0, return_dict_in_generate=True,
         )  # fmt: skip
 
     wanted = call()

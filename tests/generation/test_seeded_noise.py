@@ -1,11 +1,14 @@
 """Noise that belongs to a text: a function of seed, position and token, and of the right law."""
 
+import shutil
+
 import kit
 import pytest
 import torch
 from scipy.stats import chisquare, kstest
 
 import tetris_hf
+from tetris_hf.generation.fusing import fusing
 from tetris_hf.generation.seeded_noise import gumbel_noise, row_seeds
 
 
@@ -25,11 +28,18 @@ def naive_noise(seed: int, position: int, token: int) -> float:
     return float(-(-torch.log1p(-uniform)).log())
 
 
-def test_noise_is_that_of_the_naive_reference():
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "vocab_size", [9, 40, 77]
+)  # less and more than a vector of a CPU holds, and no multiple of it
+def test_noise_is_that_of_the_naive_reference(vocab_size, compiled):
+    if compiled and shutil.which("c++") is None:
+        pytest.skip("the compiler of small functions needs c++")
     seeds, positions = torch.tensor([0, 5, -3, 2**62]), torch.tensor([0, 1, 77, 4000])
-    noise = gumbel_noise(seeds, positions, 9)
+    with fusing(compiled):
+        noise = gumbel_noise(seeds, positions, vocab_size)
     for i in range(4):
-        for token in range(9):
+        for token in range(vocab_size):
             assert float(noise[i, token]) == pytest.approx(
                 naive_noise(int(seeds[i]), int(positions[i]), token), abs=1e-5
             )
