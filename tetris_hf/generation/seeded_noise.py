@@ -59,8 +59,8 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
         `torch.FloatTensor` of shape `(M, V)`.
     """
     places = _mixed(_mixed(seeds) + positions * _INCREMENT)  # (M,)
-    # The mask changes nothing. Without it, the compiler takes the product for a subscript, and works it out so on a CPU
-    # that it does not wrap.
+    # The mask changes nothing. Without it, the compiler takes the product for a subscript, which on a CPU it works out
+    # in a way that does not wrap.
     tokens = (torch.arange(vocab_size, device=seeds.device) & 0x7FFFFFFF) * _INCREMENT
     bits = (_mixed(places[:, None] + tokens) >> 32) & 0xFFFFFFFF  # (M, V)
     # The winner has a large Gumbel number, so a small exponential one: u is fine-grained near 0, and so is it.
