@@ -29,9 +29,7 @@ def naive_noise(seed: int, position: int, token: int) -> float:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "vocab_size", [9, 40, 77]
-)  # less and more than vectors of a CPU hold
+@pytest.mark.parametrize("vocab_size", [9, 40, 77])  # less and more than vectors of a CPU hold
 def test_noise_is_that_of_the_naive_reference(vocab_size, compiled):
     if compiled and shutil.which("c++") is None:
         pytest.skip("the compiler of small functions needs c++")
