@@ -43,6 +43,12 @@ def grouped(records: list[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
     return groups
 
 
+def colours(groups: dict[tuple, list[dict[str, Any]]]) -> dict[tuple[str, int], str]:
+    """One colour for each rule in all drawings, whatever was timed in them: the legend stands in the first alone."""
+    drawn = {(r["method"], r["extra"]) for records in groups.values() for r in records} - {("none", 0)}
+    return {one: f"C{number}" for number, one in enumerate(sorted(drawn))}
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+", help="JSON lines of throughput.py")
@@ -68,11 +74,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 print(f"{value}: " + ", ".join(f"{name} {gain:+.2f} %" for name, gain in shown.items()))
     if args.figure:
         figure, axes = axes_for([f"{mix}, {drafter}, N = {rows}" for mix, drafter, rows in groups])
+        chosen = colours(groups)
         for place, records in zip(axes, groups.values(), strict=False):
             for name, extra in sorted({(r["method"], r["extra"]) for r in records} - {("none", 0)}):
                 some = sorted((r for r in records if (r["method"], r["extra"]) == (name, extra)), key=lambda r: r["k"])
                 means, offs = zip(*(record["tokens_per_second"] for record in some), strict=True)
-                place.errorbar([r["k"] for r in some], means, offs, marker=".", label=str(Method(name, 1, extra)))
+                label, colour = str(Method(name, 1, extra)), chosen[name, extra]
+                place.errorbar([r["k"] for r in some], means, offs, marker=".", color=colour, label=label)
             for record in records:
                 if record["method"] == "none":
                     place.axhline(record["tokens_per_second"][0], color="0.5", linestyle=":", label="no drafts")

@@ -285,6 +285,15 @@ def test_the_report_of_timed_runs(paper, tmp_path, capsys):
     assert (tmp_path / "timed.png").exists()
 
 
+def test_a_rule_has_one_colour_though_others_were_not_timed_everywhere(paper):
+    def records(*names):
+        return [{"method": name, "extra": extra} for name, extra in names]
+
+    groups = {("mix", 64): records(("none", 0), ("dsd", 0), ("sd", 0)), ("mix", 16): records(("tetris", 1), ("sd", 0))}
+    found = paper["report"].colours(groups)
+    assert set(found) == {("dsd", 0), ("sd", 0), ("tetris", 1)} and len(set(found.values())) == 3
+
+
 @pytest.mark.parametrize("refill", [False, True])
 def test_a_capacity_that_finds_itself_against_constants(paper, trace, refill):
     """Where drafts are dear, C = 0 is kept; where they are free, far less time goes than without them."""
