@@ -100,12 +100,12 @@ class AssistantDrafter(Drafter):
         columns, written, following, one_more = _places(
             rows.length, rows.max_length, text_length, lengths, live, depth, rows.width
         )  # (K, R) each
-        drafted = GrowingDraft(lengths)
+        drafted = GrowingDraft()
         # The only one that is large: kept once.
         q = torch.empty(len(live), depth, self._vocab_size, device=live.device) if processing.do_sample else None
         for place in range(depth):
-            if place > 0 and self.wants_deeper is not None and not self.wants_deeper(drafted.draft()):
-                drafted.lengths = lengths = lengths.clamp(max=place)
+            if place > 0 and self.wants_deeper is not None and not self.wants_deeper(drafted.draft(lengths)):
+                lengths = lengths.clamp(max=place)
                 break
             if place == 0:
                 # If all drafts and the bonus token were accepted, the last draft is new to the cache as well. Two
@@ -131,7 +131,7 @@ class AssistantDrafter(Drafter):
             drafted.add(drawn, probability, expectation, entropy(scores) if self.keeps_entropies else None)
             rows.tokens[live, written[place]] = drawn
         _remember(self._cached, text_length, lengths, live)
-        return drafted.draft(q)
+        return drafted.draft(lengths, q)
 
     def observe(self, rows: Rows, verification: Verification) -> None:
         """The cache holds drafts; from the first one that did not become text on, it holds something else."""
@@ -223,7 +223,6 @@ def _newest(
     return first, (text_length - first) * (lengths > 0)
 
 
-@fused
 def _of_all(
     counts: torch.Tensor, first: torch.Tensor, live: torch.Tensor, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -86,29 +86,23 @@ class Draft:
 
 
 class GrowingDraft:
-    """
-    A [`Draft`] that is being made, place by place.
+    """A [`Draft`] that is being made, place by place."""
 
-    Args:
-        lengths (`torch.LongTensor` of shape `(R,)`): As of a [`Draft`].
-    """
-
-    def __init__(self, lengths: torch.Tensor):
-        self.lengths = lengths
+    def __init__(self) -> None:
         self._found: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, *found: torch.Tensor | None) -> None:
         """Tokens, probabilities, expectations and, if they are wanted, entropies of the next place, `(R,)` each."""
         self._found.append(tuple(one for one in found if one is not None))
 
-    def draft(self, q: torch.Tensor | None = None) -> Draft:
-        """What there is so far; of q, of shape `(R, K, V)`, the first places."""
+    def draft(self, lengths: torch.Tensor, q: torch.Tensor | None = None) -> Draft:
+        """What there is so far, with lengths of shape `(R,)`; of q, of shape `(R, K, V)`, the first places."""
         if not self._found:
-            return Draft.empty(self.lengths)
+            return Draft.empty(lengths)
         stacked = [torch.stack(some, 1) for some in zip(*self._found, strict=True)]
         tokens, probabilities, expectations, *entropies = stacked  # (R, K)
         q = None if q is None else q[:, : tokens.shape[1]]
-        return Draft(tokens, self.lengths, probabilities, expectations, q, *entropies)
+        return Draft(tokens, lengths, probabilities, expectations, q, *entropies)
 
 
 def survival(

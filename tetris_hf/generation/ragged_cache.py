@@ -114,7 +114,7 @@ class RaggedCache(Cache):
         self.slots: torch.Tensor = torch.empty(0, dtype=torch.long)
         self.pool_size = num_slots
         # Of rows at equal distances, which only `reserve` changes: a step need not work them out again.
-        self._firsts, self._spacing = torch.empty(0, dtype=torch.long), self.length
+        self._firsts = torch.arange(num_rows, device=device) * self.length
         if num_slots is not None:
             self.length = max_length
             self._firsts, self._sizes = torch.zeros(2, num_rows, dtype=torch.long, device=device)
@@ -126,8 +126,6 @@ class RaggedCache(Cache):
 
     def firsts(self, device: torch.device) -> torch.Tensor:
         """First slot of each row. `torch.LongTensor` of shape `(N,)`."""
-        if self.pool_size is None and (len(self._firsts) == 0 or self._spacing != self.length):
-            self._firsts, self._spacing = torch.arange(self.num_rows, device=device) * self.length, self.length
         firsts: torch.Tensor = self._firsts.to(device)
         return firsts
 
@@ -172,6 +170,7 @@ class RaggedCache(Cache):
         for layer in self.layers:
             layer.grow(self.num_rows, self.length, new_length)
         self.length = new_length
+        self._firsts = torch.arange(self.num_rows, device=self._firsts.device) * new_length
 
     def slots_of(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """
