@@ -9,7 +9,6 @@ import torch
 from test_step_graphs import pretend_gpu
 
 import tetris_hf
-from tetris_hf.generation import assistant_drafter
 from tetris_hf.generation.calibration import AcceptanceCalibration
 from tetris_hf.generation.capacity_controller import CapacityController
 from tetris_hf.generation.draft import Draft, Verification, most_probable
@@ -108,33 +107,3 @@ def test_the_most_probable_token_is_that_of_the_softmax(shape, dtype, compiled):
     expected, place = scores.float().softmax(-1).max(-1)
     torch.testing.assert_close(probability, expected)
     assert torch.equal(token, place) and probability.dtype == torch.float32
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_surrounds_a_draft_equals_a_loop(compiled):
-    generator = torch.Generator().manual_seed(2)
-
-    def some(most: int) -> torch.Tensor:
-        return torch.randint(0, most, (4,), generator=generator)
-
-    for depth in (1, 2, 4):
-        room, text_length, length, max_length = some(5), 1 + some(12), some(20), some(20)
-        live, cached, context, width = torch.tensor([0, 1, 2, 3]), some(9), 10, 30
-        before = cached.clone()
-        with fusing(compiled):
-            lengths = assistant_drafter._within_context(room, text_length, context, depth)
-            assistant_drafter._remember(cached, text_length, lengths, live)
-            columns, written, first, counts = assistant_drafter._places(
-                length, max_length, text_length, lengths, live, depth, width
-            )
-        for row in range(4):
-            drafts = max(0, min(int(room[row]), context + 1 - int(text_length[row]), depth))
-            assert int(lengths[row]) == drafts
-            # The last draft is fed to nobody.
-            assert int(cached[row]) == (int(text_length[row]) + drafts - 1 if drafts else int(before[row]))
-            for place in range(depth):
-                column = int(length[row]) + place
-                assert int(columns[place, row]) == min(column, int(max_length[row]))
-                assert int(written[place, row]) == (column if place < drafts else width)
-                assert int(first[place, row]) == int(text_length[row]) + place - 1, "of the draft before"
-                assert int(counts[place, row]) == (place < drafts)

@@ -11,8 +11,10 @@ import kit
 import pytest
 import torch
 from scipy import stats as scipy_stats
+from test_step_graphs import pretend_gpu
 from transformers.generation.logits_process import LogitsProcessorList
 
+import tetris_hf
 from tetris_hf import AssistantDrafter, FixedWindowSelector, PromptLookupDrafter, TetrisSelector
 
 
@@ -117,6 +119,18 @@ def test_slow_rows_first_keeps_the_law_of_later_tokens(models):
         for last in range(4):
             later = tokens[tokens[:, 3] == last][:, 4:]
             assert p_value(later, law(models[0], (1, last), {}, 3)) > 1e-3
+
+
+def test_leaving_places_out_of_captured_steps_keeps_the_law(models, monkeypatch):
+    """Whether a place is drafted depends on all that was drawn before, in all rows."""
+    pretend_gpu(monkeypatch)
+    torch.manual_seed(18)
+    drawn, stats = draw(models, {}, capacity=8 * ROWS // 5)
+    drafted = stats.drafted.sum(0)
+    assert 0 < stats.verified[:, 2].sum() < drafted[2] < 0.9 * drafted[1], "left out in some steps, not in all"
+    for prompt, tokens in zip(PROMPTS, drawn, strict=True):
+        assert p_value(tokens, law(models[0], prompt, {}, 3)) > 1e-3
+    tetris_hf.release_graphs()
 
 
 def test_the_rule_of_the_paper_fails_the_same_test(models, caplog, monkeypatch):

@@ -13,8 +13,25 @@ from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteria
 
 import tetris_hf
-from tetris_hf import MedusaConfig, MedusaHeads, PromptLookupDrafter, TetrisDecoding, TetrisSelector
-from tetris_hf.generation import captured_steps, compiled_layers, cuda_graph, decoding, packed_model, step_cache
+from tetris_hf import (
+    FixedWindowSelector,
+    MedusaConfig,
+    MedusaHeads,
+    PromptLookupDrafter,
+    TetrisDecoding,
+    TetrisSelector,
+)
+from tetris_hf.generation import (
+    assistant_drafter,
+    captured_steps,
+    compiled_layers,
+    cuda_graph,
+    decoding,
+    packed_model,
+    step_cache,
+)
+from tetris_hf.generation.calibration import AcceptanceCalibration
+from tetris_hf.generation.packed_model import PackedModel
 from tetris_hf.generation.packing import Packing
 
 
@@ -78,9 +95,18 @@ class Unwatched(contextlib.nullcontext):
         return self
 
 
+def only_if(wanted, body):
+    """What a replay does with a part of a graph that has a condition."""
+    with _disable_current_modes():  # what runs depends on values, which nothing else may
+        if wanted:
+            body()
+
+
 def pretend_gpu(monkeypatch):
     """Everything lies on a GPU, as it were."""
     RunsAgain.made = []
+    monkeypatch.setattr(step_cache, "can_branch", lambda device: True)
+    monkeypatch.setattr(assistant_drafter, "only_if", only_if)
     monkeypatch.setattr(decoding, "on_one_gpu", lambda *args: True)
     monkeypatch.setattr(captured_steps, "CudaGraph", RunsAgain)
     monkeypatch.setattr(packed_model, "CudaGraph", RunsAgain)
@@ -102,6 +128,11 @@ def stand_in(monkeypatch):
     tetris_hf.release_graphs()
     yield
     tetris_hf.release_graphs()
+
+
+class Calibrated(TetrisSelector):
+    def __init__(self):
+        super().__init__(calibration=AcceptanceCalibration(6))
 
 
 class AnyModel(weakref.WeakSet):
@@ -167,6 +198,42 @@ def test_no_step_drafts_deeper_than_the_budget_reaches(name, captured, monkeypat
     assert stats.drafted[:, :capacity].any() and not stats.drafted[:, capacity:].any()
     if name in ("near", "same") and not captured:  # whose stand-in counts what it runs again
         assert stats.draft_forwards <= 1 + capacity * stats.steps, "one for each place, after that of the prompts"
+
+
+@pytest.mark.parametrize("selector", [TetrisSelector, FixedWindowSelector, Calibrated])
+@pytest.mark.parametrize("seed", [None, 3], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("runs_all", [False, True])
+def test_places_that_cannot_be_selected_are_left_out(selector, seed, runs_all, monkeypatch):
+    """A captured step selects, verifies and says the same as an eager one, whether or not such places are computed."""
+    target, runs = kit.tiny(), []
+    if runs_all:  # as in a graph that cannot leave parts out
+        monkeypatch.setattr(assistant_drafter, "only_if", cuda_graph.only_if)
+    forward = PackedModel.forward
+    monkeypatch.setattr(
+        PackedModel, "forward", lambda packed, *args, **given: runs.append(packed) or forward(packed, *args, **given)
+    )
+    for capacity, depth, lengths in ((5, 5, (3, 7)), (6, 6, (5, 1, 2)), (3, 3, (4, 9))):
+        stats, texts, computed = [], [], []
+        for captured in (False, True):
+            monkeypatch.setattr(decoding, "on_one_gpu", lambda *args, captured=captured: captured)
+            batch, assistant, own = kit.ragged(lengths), kit.near(target), selector()
+            for _ in range(2):  # the second time nothing is captured any more
+                runs.clear()
+                given = {"max_new_tokens": 30, "do_sample": seed is not None, "return_dict_in_generate": True}
+                ours = TetrisDecoding(assistant, capacity, depth, own, seed=seed)
+                out = target.generate(**batch, **given, custom_generate=ours)
+            stats.append(out.tetris_stats)
+            texts.append(out.sequences)
+            computed.append(sum(packed.model is assistant for packed in runs) - 1)  # the prompts'
+        assert torch.equal(*texts)
+        for name in ("verified", "accepted", "bonus", "live_steps"):
+            assert torch.equal(*(getattr(its, name) for its in stats)), name
+        eager, captured = stats
+        sure = capacity // len(lengths) + 1
+        assert torch.equal(eager.drafted[:, sure:], captured.drafted[:, sure:])
+        # One step more is run, in which nobody is left.
+        most, least = depth * (captured.steps + 1), computed[0]
+        assert (computed[1] == most) if runs_all else (least <= computed[1] < most)
 
 
 def test_drafters_catch_up_with_what_others_drafted():

@@ -5,20 +5,23 @@ Knows its own model and cache. Does not know what the target thinks of its token
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from .assistant_positions import add_feed, forget, newest, of_all, places, remember, stopped, within_context
+from .cuda_graph import only_if
 from .draft import Draft, GrowingDraft, Verification, entropy, most_probable
 from .drafter import Drafter
 from .fingerprint import of_model
-from .fusing import fused
 from .model_support import check_model, check_vocabularies, text_limit
 from .packed_model import PackedModel
 from .packing import Packing
 from .processing import LogitsProcessing
-from .rejection import sample
+from .rejection import exponential_noise, sample
 from .rows import Rows
 
 
@@ -91,54 +94,94 @@ class AssistantDrafter(Drafter):
         """
         See [`Drafter.propose`]. One forward per draft token; the first one also takes in what was committed since.
         """
-        processing = self._processing
+        assert self._packed is not None, "`begin` comes first"
         text_length = rows.text_length(live)
         # A row whose next draft would lie past this model's context drafts nothing and goes on.
-        lengths = _within_context(rows.room(live), text_length, self._context, depth)  # (R,)
+        lengths = within_context(rows.room(live), text_length, self._context, depth)  # (R,)
         if not rows.fixed_shapes:
             depth = int(lengths.max())
-        columns, written, following, one_more = _places(
+        columns, written, following, one_more = places(
             rows.length, rows.max_length, text_length, lengths, live, depth, rows.width
         )  # (K, R) each
         drafted = GrowingDraft()
         # The only one that is large: kept once.
-        q = torch.empty(len(live), depth, self._vocab_size, device=live.device) if processing.do_sample else None
+        q = torch.empty(len(live), depth, self._vocab_size, device=live.device) if self._processing.do_sample else None
         for place in range(depth):
-            if place > 0 and self.wants_deeper is not None and not self.wants_deeper(drafted.draft(lengths)):
+            asks = self.wants_deeper if place >= self.sure_depth else None
+            wanted = True if asks is None else asks(drafted.draft(lengths))
+            if wanted is False:
                 lengths = lengths.clamp(max=place)
                 break
             if place == 0:
                 # If all drafts and the bonus token were accepted, the last draft is new to the cache as well. Two
                 # tokens in any case: so the shape does not depend on what was accepted. Tokens that another drafter
                 # proposed are new, every one of them.
-                first, counts = _newest(self._cached, text_length, lengths, live)
+                first, counts = newest(self._cached, text_length, lengths, live)
             else:
                 first, counts = following[place], one_more[place]
             most = 1 if place > 0 else depth + 1 if self.shares_rows else 2
             feed = self.feed if place == 0 else 0
-            logits = self._fit(self._forward(rows, live, first, counts, most, feed))  # (R, V)
-            scores = processing(logits, live, columns[place])
-            if self.temperature is not None:
-                scores = scores / self.temperature
-            if q is None:
-                probability, drawn = most_probable(processing.with_noise(scores, live, columns[place]))
-                expectation = probability
+            draw = partial(
+                self._draw, rows, live, (first, counts, most, feed), columns[place], written[place],
+                None if q is None else q[:, place],
+            )  # fmt: skip
+            if isinstance(wanted, torch.Tensor):
+                lengths = stopped(lengths, wanted, place, self._packed.num_skipped)
+                drafted.add(*self._draw_if(wanted, draw, live, None if q is None else q[:, place]))
             else:
-                distribution = scores.softmax(-1)
-                q[:, place] = distribution
-                drawn = sample(distribution)
-                probability, expectation = distribution.gather(1, drawn[:, None])[:, 0], distribution.amax(-1)
-            drafted.add(drawn, probability, expectation, entropy(scores) if self.keeps_entropies else None)
-            rows.tokens[live, written[place]] = drawn
-        _remember(self._cached, text_length, lengths, live)
+                drafted.add(*draw())
+        remember(self._cached, text_length, lengths, live)
         return drafted.draft(lengths, q)
+
+    def _draw(
+        self,
+        rows: Rows,
+        live: torch.Tensor,
+        fed: tuple[torch.Tensor, torch.Tensor, int, int],
+        prefix: torch.Tensor,
+        written: torch.Tensor,
+        q: torch.Tensor | None,
+        noise: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """
+        One place of a draft, by one forward: its tokens, probabilities, expectations and entropies, `(R,)` each, and
+        its distributions in `q`, of shape `(R, V)`. Tokens are written to the columns `written`.
+        """
+        logits = self._fit(self._forward(rows, live, *fed))  # (R, V)
+        scores = self._processing(logits, live, prefix)
+        if self.temperature is not None:
+            scores = scores / self.temperature
+        if q is None:
+            probability, drawn = most_probable(self._processing.with_noise(scores, live, prefix))
+            expectation = probability
+        else:
+            q.copy_(scores.softmax(-1))
+            drawn = sample(q, noise)
+            probability, expectation = q.gather(1, drawn[:, None])[:, 0], q.amax(-1)
+        rows.tokens[live, written] = drawn
+        return drawn, probability, expectation, entropy(scores) if self.keeps_entropies else None
+
+    def _draw_if(
+        self, wanted: torch.Tensor, draw: Callable[..., tuple[Any, ...]], live: torch.Tensor, q: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What `draw` says of a place if it is `wanted`, else zeros, which the lengths of the draft do not reach."""
+        noise = None if q is None else exponential_noise(q.zero_())
+        token, chances = torch.zeros_like(live), torch.zeros(3, len(live), device=live.device)
+        kept = token, *chances[: 3 if self.keeps_entropies else 2].unbind()
+
+        def body() -> None:
+            for one, found in zip(kept, draw(noise=noise), strict=False):
+                one.copy_(found)
+
+        only_if(wanted, body)
+        return kept
 
     def observe(self, rows: Rows, verification: Verification) -> None:
         """The cache holds drafts; from the first one that did not become text on, it holds something else."""
         live, num_accepted = verification.live, verification.num_accepted
         if verification.draft.depth == 0:  # the prompts, or a step without drafts: nothing was fed
             return
-        _forget(self._cached, rows.text_length(live), num_accepted, verification.lengths, live)
+        forget(self._cached, rows.text_length(live), num_accepted, verification.lengths, live)
 
     def _forward(
         self,
@@ -154,11 +197,11 @@ class AssistantDrafter(Drafter):
         With fixed shapes, room for `most` tokens of every row, and for `feed` of the prompts that rows wait for.
         """
         everyone = len(live) == rows.num_rows
-        all_counts, all_first = (counts, first) if everyone else _of_all(counts, first, live, rows.length)
+        all_counts, all_first = (counts, first) if everyone else of_all(counts, first, live, rows.length)
         assert self._packed is not None, "`begin` comes first"
         if rows.fixed_shapes and most is not None:
             if feed > 0:
-                _add_feed(all_counts, all_first, self._cached, *rows.next_feed(feed), self._context)
+                add_feed(all_counts, all_first, self._cached, *rows.next_feed(feed), self._context)
             num_tokens = most * rows.num_rows + feed
             packing = Packing.of(all_counts, all_first, num_tokens, max(most, feed), self._context)
         else:
@@ -178,87 +221,3 @@ class AssistantDrafter(Drafter):
 
     def end(self) -> None:
         self._packed = None
-
-
-@fused
-def _within_context(room: torch.Tensor, text_length: torch.Tensor, context: int, depth: int) -> torch.Tensor:
-    """Drafts of each row: as many as it has room for, none past the context of the model. `(R,)`."""
-    return torch.minimum(room, context + 1 - text_length).clamp(0, depth)
-
-
-@fused
-def _places(
-    length: torch.Tensor,
-    max_length: torch.Tensor,
-    text_length: torch.Tensor,
-    lengths: torch.Tensor,
-    live: torch.Tensor,
-    depth: int,
-    width: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Of each row's draft at each place, `(K, R)`: the width of the prefix that it continues; the column to write it to,
-    the spare one, `width`, if there is none; and, for the forward that drafts it from the one before, the position to
-    feed and how many there are to feed, one or none. A row that drafts no deeper is shown some prefix; its scores are
-    not read.
-    """
-    places = torch.arange(depth, device=live.device)[:, None]
-    columns, real = length[live] + places, places < lengths
-    prefix = torch.minimum(columns, max_length[live])
-    return prefix, columns.where(real, width), text_length + places - 1, real.long()
-
-
-@fused
-def _remember(cached: torch.Tensor, text_length: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor) -> None:
-    """Count what was fed to draft `lengths` tokens as cached: all of the text and of the draft but its last token."""
-    cached[live] = torch.where(lengths > 0, text_length + lengths - 1, cached[live])
-
-
-@fused
-def _newest(
-    cached: torch.Tensor, text_length: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """First position and number of the tokens that are new to the cache, two at least; `(R,)` each."""
-    first = torch.minimum(cached[live], text_length - 2).clamp(min=0)
-    return first, (text_length - first) * (lengths > 0)
-
-
-def _of_all(
-    counts: torch.Tensor, first: torch.Tensor, live: torch.Tensor, like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts and first positions of all N rows, of which those that are not `live` have none."""
-    all_counts, all_first = torch.zeros_like(like), torch.zeros_like(like)
-    all_counts[live], all_first[live] = counts, first
-    return all_counts, all_first
-
-
-@fused
-def _add_feed(
-    counts: torch.Tensor,
-    first: torch.Tensor,
-    cached: torch.Tensor,
-    position: torch.Tensor,
-    taken: torch.Tensor,
-    context: int,
-) -> None:
-    """
-    Add `taken` tokens of each row from `position` on to what is fed, in rows that draft nothing, as far as the context
-    goes. All of shape `(N,)`.
-    """
-    taken = torch.minimum(taken, (context - position).clamp(min=0))
-    counts += taken
-    first.copy_(torch.where(taken > 0, position, first))
-    cached.copy_(torch.where(taken > 0, position + taken, cached))
-
-
-@fused
-def _forget(
-    cached: torch.Tensor,
-    text_length: torch.Tensor,
-    num_accepted: torch.Tensor,
-    verified: torch.Tensor,
-    live: torch.Tensor,
-) -> None:
-    """Count no draft token as cached from the first on that did not become text."""
-    kept = text_length - 1 - num_accepted + torch.minimum(num_accepted, verified)
-    cached[live] = torch.minimum(cached[live], kept)

@@ -107,6 +107,48 @@ class CudaGraph(Generic[Result]):
         return self.result
 
 
+@functools.cache
+def can_branch(device: torch.device) -> bool:
+    """
+    Whether graphs on `device` can hold parts that a replay leaves out, which takes torch 2.13 and CUDA 12.4. Tried out
+    once.
+    """
+    if device.type != "cuda" or not hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node"):
+        return False
+    runs = torch.zeros((), device=device)
+    wanted = torch.zeros((), dtype=torch.bool, device=device)
+    try:
+        graph = CudaGraph(lambda: only_if(wanted, lambda: runs.add_(1)))
+    except RuntimeError:
+        return False
+    runs.zero_()
+    graph()
+    left_out = float(runs) == 0
+    wanted.fill_(True)
+    graph()
+    return left_out and float(runs) == 1
+
+
+def only_if(wanted: torch.Tensor, body: Callable[[], object]) -> None:
+    """
+    Run `body`. Where that is captured, a replay runs it only if `wanted` is true by then, which no host waits for.
+
+    Args:
+        wanted (`torch.BoolTensor` of shape `()`): The condition.
+        body (`Callable`): Leaves what is read later in tensors that were made outside of it, and draws no random
+            numbers.
+    """
+    if not (wanted.is_cuda and torch.cuda.is_current_stream_capturing()):
+        body()
+        return
+    graph = torch.cuda.CUDAGraph.get_currently_capturing_graph()
+    graph.begin_capture_to_if_node(wanted)
+    try:
+        body()
+    finally:
+        graph.end_capture_to_conditional_node()
+
+
 class LateCopies:
     """
     Copies of tensors for the host, which reads each one when the next is under way already, so that neither waits for

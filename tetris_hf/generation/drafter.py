@@ -38,10 +38,12 @@ class Drafter(ABC):
         feed (`int`):
             Prompt tokens of rows that wait for them ([`~Drafter.await_prompts`]) which the target takes in with this
             step at most. Set while `propose` runs; which tokens these are, `rows.next_feed(feed)` tells.
-        wants_deeper (`Callable[[Draft], bool]`, *optional*):
-            Set while `propose` runs, where steps are not captured: tells of what was drafted so far (whose `lengths`
-            say how deep each row can go) whether a deeper place could still be selected. A drafter that pays for each
-            place may stop there.
+        wants_deeper (`Callable[[Draft], bool | torch.Tensor]`, *optional*):
+            Set while `propose` runs: tells of what was drafted so far (whose `lengths` say how deep each row can go)
+            whether a deeper place could still be selected. A drafter that pays for each place may stop there. In a
+            step that is captured it tells it by a tensor of shape `()`, or is not set: every place has to be captured,
+            and `only_if` leaves out in a replay what is not wanted.
+        sure_depth (`int`): Places that are drafted without asking. Set with `wants_deeper`.
     """
 
     needs_hidden_states: bool = False
@@ -49,7 +51,8 @@ class Drafter(ABC):
     shares_rows: bool = False
     keeps_entropies: bool = False
     feed: int = 0
-    wants_deeper: Callable[[Draft], bool] | None = None
+    wants_deeper: Callable[[Draft], bool | torch.Tensor] | None = None
+    sure_depth: int = 1
 
     @property
     def models(self) -> list[PreTrainedModel]:

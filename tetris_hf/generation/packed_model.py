@@ -128,6 +128,9 @@ class PackedModel:
         pool_size (`int`, *optional*): Slots of the cache, if rows share a pool ([`RaggedCache`]).
 
     Attributes:
+        num_forwards (`int`): Forwards so far, in captured steps those that may be left out included.
+        num_tokens (`int`): Places for tokens in them.
+        num_skipped (`torch.LongTensor` of shape `()`): Of those forwards, the ones that were left out.
         compiles (`bool`): Whether forwards of recurring shape run the model's layers compiled.
         captures (`bool`): Whether each forward of recurring shape is captured in a CUDA graph of its own.
         compile_config (`CompileConfig`, *optional*): How to compile.
@@ -148,6 +151,7 @@ class PackedModel:
         self.keep_all_hidden_states = keep_all_hidden_states
         self.num_forwards = 0
         self.num_tokens = 0
+        self.num_skipped = torch.zeros((), dtype=torch.long, device=input_device(model))
         self.compiles = self.captures = False
         self.compile_config: Any = None
         self._graphs: dict[tuple[int, int, bool], CudaGraph[PackedOutput]] = {}

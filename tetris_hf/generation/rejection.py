@@ -27,7 +27,13 @@ class Accepted:
     counts: torch.Tensor
 
 
-def sample(weights: torch.Tensor) -> torch.Tensor:
+def exponential_noise(like: torch.Tensor) -> torch.Tensor:
+    """Draws of Exp(1) in the shape of a tensor of floats."""
+    # Zero noise would divide 0 by 0 for a token that must never be drawn.
+    return torch.empty_like(like).exponential_().clamp_(min=torch.finfo(like.dtype).tiny)
+
+
+def sample(weights: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
     """
     Draw one index per row, with chances in proportion to `weights`.
 
@@ -36,13 +42,12 @@ def sample(weights: torch.Tensor) -> torch.Tensor:
 
     Args:
         weights (`torch.FloatTensor` of shape `(R, V)`): Weights, not negative and not all zero.
+        noise (`torch.FloatTensor` of shape `(R, V)`, *optional*): Of [`exponential_noise`], if it was drawn before.
 
     Returns:
         `torch.LongTensor` of shape `(R,)`.
     """
-    # Zero noise would divide 0 by 0 for a token that must never be drawn.
-    noise = torch.empty_like(weights).exponential_().clamp_(min=torch.finfo(weights.dtype).tiny)
-    return (weights / noise).argmax(-1)
+    return (weights / (exponential_noise(weights) if noise is None else noise)).argmax(-1)
 
 
 def rejection_sample(

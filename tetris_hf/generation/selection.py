@@ -14,7 +14,7 @@ import torch
 from transformers.utils import logging
 
 from .calibration import AcceptanceCalibration
-from .draft import Draft, Verification
+from .draft import Draft, Verification, survival
 from .fusing import fused
 
 
@@ -27,7 +27,7 @@ class DraftSelector(ABC):
 
     Attributes:
         is_capturable (`bool`):
-            Whether calls and `observe` may be captured in a CUDA graph: they never wait for the device, make no shape
+            Whether calls, `wants_deeper` and `observe` may be captured in a CUDA graph: they never wait for the device, make no shape
             depend on values and keep what they learn in the same tensors, changed in place. Rows that have ended then
             come along with a length of 0.
         needs_entropies (`bool`): Whether drafts are to hold the entropy of the distribution at each place.
@@ -61,14 +61,17 @@ class DraftSelector(ABC):
             `torch.LongTensor` of shape `(R,)`: At most `lengths`.
         """
 
-    def wants_deeper(self, draft: Draft, capacity: int) -> bool:
+    def wants_deeper(self, draft: Draft, capacity: int) -> bool | torch.Tensor:
         """
         Whether a place behind those of `draft` could still be selected, for this selector alone and known before that
-        place is drafted. If not, the whole batch stops drafting. Asked only where steps are not captured.
+        place is drafted. If not, the whole batch stops drafting.
 
         Args:
             draft ([`Draft`]): What was drafted so far; its `lengths` say how deep each row can go.
             capacity (`int`): C.
+
+        Returns:
+            `bool` or `torch.BoolTensor` of shape `()`: If `is_capturable`, found without waiting for the device.
         """
         return True
 
@@ -120,7 +123,7 @@ class DraftSelectorList(list[DraftSelector]):
         """Whether some selector asks for [`Draft.remaining`]."""
         return any(getattr(selector, "needs_remaining", False) for selector in self)
 
-    def wants_deeper(self, draft: Draft, capacity: int) -> bool:
+    def wants_deeper(self, draft: Draft, capacity: int) -> bool | torch.Tensor:
         """See [`DraftSelector.wants_deeper`]. Of several, a later one may want what an earlier one leaves."""
         asked = getattr(self[0], "wants_deeper", None) if len(self) == 1 else None
         return True if asked is None else asked(draft, capacity)
@@ -172,22 +175,16 @@ class TetrisSelector(DraftSelector):
             scores = scores * draft.urgency()[:, None]
         return spend(scores, lengths, capacity)
 
-    def wants_deeper(self, draft: Draft, capacity: int) -> bool:
+    def wants_deeper(self, draft: Draft, capacity: int) -> torch.Tensor:
         """
         Whether some row's chance to get as far as its next place beats the worst score that the budget holds by now. A
         tie goes to the shallower place.
         """
         if self.calibration is not None:
             draft = self.calibration.calibrated(draft)
-        scores = draft.prefix_scores(predictable=self.score == "predictable")  # (R, K)
-        bound = torch.minimum(scores[:, -1], draft.probabilities.prod(1))  # (R,)
-        if self.slowest_first and draft.remaining is not None:
-            urgency = draft.urgency()
-            scores, bound = scores * urgency[:, None], bound * urgency
-        bound = bound.masked_fill(draft.lengths <= draft.depth, -torch.inf)  # (R,)
-        if capacity <= scores.numel():
-            bound = bound.masked_fill(bound <= scores.flatten().topk(capacity).values[-1], -torch.inf)
-        return bool((bound > -torch.inf).any())
+        urgency = draft.urgency() if self.slowest_first else torch.ones_like(draft.probabilities[:, 0])
+        chances = draft.probabilities, draft.expectations
+        return _beats_the_worst(*chances, draft.lengths, urgency, self.score == "predictable", capacity)
 
     def observe(self, verification: Verification) -> None:
         if self.calibration is not None:
@@ -226,11 +223,10 @@ class FixedWindowSelector(DraftSelector):
             lengths = lengths.clamp(max=self.window)
         return spend(evenly(lengths, draft.depth), lengths, capacity)
 
-    def wants_deeper(self, draft: Draft, capacity: int) -> bool:
+    def wants_deeper(self, draft: Draft, capacity: int) -> bool | torch.Tensor:
         if self.window is not None and draft.depth >= self.window:
             return False
-        deeper = bool((draft.lengths > draft.depth).any())
-        return deeper and int(draft.lengths.clamp(max=draft.depth).sum()) < capacity
+        return _fits_deeper(draft.lengths, draft.depth, capacity)
 
 
 def evenly(lengths: torch.Tensor, depth: int) -> torch.Tensor:
@@ -277,6 +273,33 @@ def _winners(order: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, 
     """Of the C places in front: their rows, and 1 where a row does have so many tokens."""
     rows = order % len(lengths)
     return rows, (order // len(lengths) < lengths[rows]).long()
+
+
+@fused
+def _beats_the_worst(
+    probabilities: torch.Tensor,
+    expectations: torch.Tensor,
+    lengths: torch.Tensor,
+    urgency: torch.Tensor,
+    predictable: bool,
+    capacity: int,
+) -> torch.Tensor:
+    """Of a draft of `(R, K)` places, whether the best that a next place can score is among the best C so far; `()`."""
+    scores = survival(probabilities, expectations, lengths, predictable)  # (R, K)
+    bound = scores[:, -1]  # (R,)
+    reached = torch.ones_like(bound)
+    for place in range(probabilities.shape[1]):
+        reached = reached * probabilities[:, place]
+    bound = torch.minimum(bound, reached) * urgency
+    best = bound.masked_fill(lengths <= probabilities.shape[1], -torch.inf).amax()
+    # Better than the C-th best: fewer than C are at least as good.
+    return (best > -torch.inf) & ((scores * urgency[:, None] >= best).sum() < capacity)
+
+
+@fused
+def _fits_deeper(lengths: torch.Tensor, depth: int, capacity: int) -> torch.Tensor:
+    """Whether some row goes deeper, and the budget does so too; `()`."""
+    return (lengths > depth).any() & (lengths.clamp(max=depth).sum() < capacity)
 
 
 @fused

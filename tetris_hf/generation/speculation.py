@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Speculation:
         compiles (`bool`): Whether layers run compiled in the steps.
         captures_forwards (`bool`): Whether each forward of a step is captured in a CUDA graph of its own.
         compile_config (`CompileConfig`, *optional*): How layers are compiled.
+        branches (`bool`): Whether captured steps leave out places of a draft that cannot be selected.
         feeds (`tuple[int, ...]`, *optional*, defaults to `(0,)`):
             Prompt tokens of rows admitted on the way that a step can take in besides, if steps have fixed shapes.
         captured ([`CapturedSteps`], *optional*): Whole steps of all rows, which [`run`] and [`advance`] then replay.
@@ -65,6 +67,7 @@ class Speculation:
     compiles: bool = False
     captures_forwards: bool = False
     compile_config: Any = None
+    branches: bool = False
     feeds: tuple[int, ...] = (0,)
     captured: CapturedSteps | None = None
     auto: AutoCapacity | None = None
@@ -251,6 +254,7 @@ class Speculation:
         self._begun = False
         for packed in self.packed_models():
             packed.num_forwards = packed.num_tokens = 0
+            packed.num_skipped.zero_()
         fresh = self.captured is None  # else the graphs hold equal criteria and processors
         self.committer.restart(batch.committer, with_stopping=fresh)
         if fresh:
@@ -275,7 +279,8 @@ class Speculation:
             self.auto.end(self)
             stats.settings = dict(self.auto.steps)
             stats.capacity = max((capacity for capacity, _ in stats.settings), default=0)
-        stats.draft_forwards = sum(packed.num_forwards for packed in self.packed_models()[1:])
+        drafting = self.packed_models()[1:]
+        stats.draft_forwards = sum(packed.num_forwards - int(packed.num_skipped) for packed in drafting)
         self.committer.end()
 
     def _propose(self, live: torch.Tensor, feed: int) -> Draft:
@@ -287,10 +292,10 @@ class Speculation:
             depth = min(depth, int(self.rows.room(live).max()))
         if depth == 0:
             return Draft.empty(live)
-        if not self.rows.fixed_shapes:
-            self.drafter.wants_deeper = lambda draft: self.selectors.wants_deeper(
-                self._told(draft, live), self.capacity
-            )
+        if self.branches or not self.rows.fixed_shapes:
+            self.drafter.wants_deeper = partial(self._wants_deeper, live)
+            # A branch is a few small kernels, and one place more than the budget has per row is nearly always wanted.
+            self.drafter.sure_depth = self.capacity // self.rows.num_rows + 1 if self.branches else 1
         self.drafter.feed = feed
         try:
             draft = self.drafter.propose(self.rows, live, depth)
@@ -299,6 +304,11 @@ class Speculation:
         self._lead(draft.tokens, draft.lengths)
         self.rows.write(live, draft.tokens, draft.lengths)
         return self._told(draft, live)
+
+    def _wants_deeper(self, live: torch.Tensor, draft: Draft) -> bool | torch.Tensor:
+        """See [`Drafter.wants_deeper`]."""
+        wanted = self.selectors.wants_deeper(self._told(draft, live), self.capacity)
+        return wanted if self.branches else bool(wanted)
 
     def _told(self, draft: Draft, live: torch.Tensor) -> Draft:
         """The draft with how far its rows are from their ends, if somebody asks and rows are not replaced."""

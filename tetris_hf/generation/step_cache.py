@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .captured_steps import CapturedSteps
-from .cuda_graph import CannotCapture
+from .cuda_graph import CannotCapture, can_branch
 from .fingerprint import of_model, of_object
 from .speculation import Speculation
+from .tensor_parallel import group_of
 
 
 logger = logging.get_logger(__name__)
@@ -115,10 +116,13 @@ def _capture(speculation: Speculation, compile_config: Any) -> None:
     model = speculation.target.model
     speculation.compile_config = compile_config
     speculation.compiles = model not in _uncompiled
+    # Not where K is chosen by what deeper places would bring, and not where other processes wait for every forward.
+    branches = speculation.auto is None and group_of(model) is None and can_branch(speculation.rows.tokens.device)
     if model not in _uncaptured and not _is_whole(speculation):
         speculation.captures_forwards = True
         return
     while model not in _uncaptured:
+        speculation.branches = branches
         try:
             speculation.captured = CapturedSteps(speculation)
             return
@@ -131,7 +135,15 @@ def _capture(speculation: Speculation, compile_config: Any) -> None:
             else:
                 _uncaptured.add(model)
                 logger.warning(f"Steps of {type(model).__name__} run without a CUDA graph: {error}")
-    speculation.compiles = speculation.rows.fixed_shapes = False
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not branches:
+                raise
+            _end(speculation)
+            branches = False
+            logger.warning(f"Steps of {type(model).__name__} draft every place: {error}")
+    speculation.compiles = speculation.branches = speculation.rows.fixed_shapes = False
 
 
 def _take(model: PreTrainedModel, key: Hashable, width: int) -> Speculation | None:
