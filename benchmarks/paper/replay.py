@@ -16,8 +16,8 @@ import torch
 import tetris_hf
 from paper.traces import Trace, coming, leading_matches
 from tetris_hf import Draft, Drafter, DraftSelector, DraftSelectorList, MixedDrafter, Verification
+from tetris_hf.generation.budget import evenly, spend
 from tetris_hf.generation.rows import Rows
-from tetris_hf.generation.selection import evenly, spend
 
 
 LOOKUP = "lookup"

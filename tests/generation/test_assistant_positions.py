@@ -21,9 +21,7 @@ def test_equals_a_loop_over_rows_and_places(compiled):
         with fusing(compiled):
             lengths = within_context(room, text_length, context, depth)
             remember(cached, text_length, lengths, live)
-            columns, written, first, counts = places(
-                length, max_length, text_length, lengths, live, depth, width
-            )
+            columns, written, first, counts = places(length, max_length, text_length, lengths, live, depth, width)
         for row in range(4):
             drafts = max(0, min(int(room[row]), context + 1 - int(text_length[row]), depth))
             assert int(lengths[row]) == drafts

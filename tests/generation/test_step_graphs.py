@@ -33,6 +33,7 @@ from tetris_hf.generation import (
 from tetris_hf.generation.calibration import AcceptanceCalibration
 from tetris_hf.generation.packed_model import PackedModel
 from tetris_hf.generation.packing import Packing
+from tetris_hf.generation.speculation import sure_depth
 
 
 class RunsAgain:
@@ -229,7 +230,7 @@ def test_places_that_cannot_be_selected_are_left_out(selector, seed, runs_all, m
         for name in ("verified", "accepted", "bonus", "live_steps"):
             assert torch.equal(*(getattr(its, name) for its in stats)), name
         eager, captured = stats
-        sure = capacity // len(lengths) + 1
+        sure = sure_depth(capacity, len(lengths))
         assert torch.equal(eager.drafted[:, sure:], captured.drafted[:, sure:])
         # One step more is run, in which nobody is left.
         most, least = depth * (captured.steps + 1), computed[0]

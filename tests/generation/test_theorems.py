@@ -1,6 +1,6 @@
 """The theorems of the TETRIS paper, section 4.2, for the selection that ships.
 
-Theorem 1 (one step, given the true acceptance rates) is also in `test_selection.py`, over scores. Theorem 2 (all
+Theorem 1 (one step, given the true acceptance rates) is also in `test_budget.py`, over scores. Theorem 2 (all
 steps): if every token of row i is accepted with the same chance a(i) (Assumption 1), then no other way to spend C per
 step, adaptive or not, serves more tokens; with one chance for all rows, the fixed window serves as many.
 """

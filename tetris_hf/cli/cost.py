@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..generation import Draft, DraftSelector, TetrisStats, Verification
-from ..generation.selection import spend
+from ..generation.budget import spend
 
 
 # C / N that are tried; more than one draft token per row and depth leaves nothing to select.

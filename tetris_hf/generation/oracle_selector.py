@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from .budget import evenly, spend
 from .draft import Draft, Verification
 from .outputs import TetrisDecoderOnlyOutput
-from .selection import DraftSelector, evenly, spend
+from .selection import DraftSelector
 
 
 class OracleSelector(DraftSelector):

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from transformers.utils import logging
 
+from .budget import beats_the_worst, evenly, fits_deeper, no_longer, spend
 from .calibration import AcceptanceCalibration
-from .draft import Draft, Verification, survival
-from .fusing import fused
+from .draft import Draft, Verification
 
 
 logger = logging.get_logger(__name__)
@@ -27,9 +27,9 @@ class DraftSelector(ABC):
 
     Attributes:
         is_capturable (`bool`):
-            Whether calls, `wants_deeper` and `observe` may be captured in a CUDA graph: they never wait for the device, make no shape
-            depend on values and keep what they learn in the same tensors, changed in place. Rows that have ended then
-            come along with a length of 0.
+            Whether calls, `wants_deeper` and `observe` may be captured in a CUDA graph: they never wait for the
+            device, make no shape depend on values and keep what they learn in the same tensors, changed in place. Rows
+            that have ended then come along with a length of 0.
         needs_entropies (`bool`): Whether drafts are to hold the entropy of the distribution at each place.
         needs_remaining (`bool`): Whether drafts are to tell how far each row of a closed batch is from its end.
 
@@ -107,7 +107,7 @@ class DraftSelectorList(list[DraftSelector]):
         if draft.depth == 0:
             return lengths
         for selector in self:
-            lengths = _no_longer(lengths, selector(draft, lengths, capacity))
+            lengths = no_longer(lengths, selector(draft, lengths, capacity))
         # These two spend the budget themselves, and others can only take away; of their subclasses nobody knows.
         if any(type(selector) in (TetrisSelector, FixedWindowSelector) for selector in self):
             return lengths
@@ -184,7 +184,7 @@ class TetrisSelector(DraftSelector):
             draft = self.calibration.calibrated(draft)
         urgency = draft.urgency() if self.slowest_first else torch.ones_like(draft.probabilities[:, 0])
         chances = draft.probabilities, draft.expectations
-        return _beats_the_worst(*chances, draft.lengths, urgency, self.score == "predictable", capacity)
+        return beats_the_worst(*chances, draft.lengths, urgency, self.score == "predictable", capacity)
 
     def observe(self, verification: Verification) -> None:
         if self.calibration is not None:
@@ -226,83 +226,4 @@ class FixedWindowSelector(DraftSelector):
     def wants_deeper(self, draft: Draft, capacity: int) -> bool | torch.Tensor:
         if self.window is not None and draft.depth >= self.window:
             return False
-        return _fits_deeper(draft.lengths, draft.depth, capacity)
-
-
-def evenly(lengths: torch.Tensor, depth: int) -> torch.Tensor:
-    """Scores that prefer shallow places over deep ones and know no other difference. Shape `(R, K)`."""
-    return -torch.arange(depth, device=lengths.device, dtype=torch.float32).expand(len(lengths), depth)
-
-
-def spend(scores: torch.Tensor, lengths: torch.Tensor, capacity: int) -> torch.Tensor:
-    """
-    The lengths of rows that take the `capacity` best-scored tokens (TETRIS paper, Algorithm 1 and Theorem 1).
-
-    Scores do not increase along a row, so the best tokens are, by number, prefixes of rows: the heap walk of the paper
-    in one sort. Among equal scores the shallower place wins, then the lower row: winners are counted, never looked up
-    by their depth, so that ties cannot overshoot.
-
-    Args:
-        scores (`torch.FloatTensor` of shape `(R, K)`): Non-increasing along K.
-        lengths (`torch.LongTensor` of shape `(R,)`): Tokens of each row that can be taken.
-        capacity (`int`): C.
-
-    Returns:
-        `torch.LongTensor` of shape `(R,)`, with sum `min(capacity, lengths.sum())`.
-    """
-    num_rows, depth = scores.shape
-    if capacity >= num_rows * depth:
-        return lengths
-    order = _ranked(scores, lengths).sort(descending=True, stable=True).indices[:capacity]  # (C,)
-    rows, takable = _winners(order, lengths)
-    return torch.zeros_like(lengths).scatter_add_(0, rows, takable)
-
-
-@fused
-def _ranked(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Place-major, so that a stable sort settles ties by place. Shape `(K * R,)`."""
-    takable = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]  # (R, K)
-    # Two sorts would settle -inf scores (a draft that is certain to fail) against places that do not exist; a finite
-    # floor does it in one.
-    floor = torch.finfo(scores.dtype).min
-    return scores.clamp(min=floor).nan_to_num(floor).masked_fill(~takable, -torch.inf).T.flatten()
-
-
-@fused
-def _winners(order: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the C places in front: their rows, and 1 where a row does have so many tokens."""
-    rows = order % len(lengths)
-    return rows, (order // len(lengths) < lengths[rows]).long()
-
-
-@fused
-def _beats_the_worst(
-    probabilities: torch.Tensor,
-    expectations: torch.Tensor,
-    lengths: torch.Tensor,
-    urgency: torch.Tensor,
-    predictable: bool,
-    capacity: int,
-) -> torch.Tensor:
-    """Of a draft of `(R, K)` places, whether the best that a next place can score is among the best C so far; `()`."""
-    scores = survival(probabilities, expectations, lengths, predictable)  # (R, K)
-    bound = scores[:, -1]  # (R,)
-    reached = torch.ones_like(bound)
-    for place in range(probabilities.shape[1]):
-        reached = reached * probabilities[:, place]
-    bound = torch.minimum(bound, reached) * urgency
-    best = bound.masked_fill(lengths <= probabilities.shape[1], -torch.inf).amax()
-    # Better than the C-th best: fewer than C are at least as good.
-    return (best > -torch.inf) & ((scores * urgency[:, None] >= best).sum() < capacity)
-
-
-@fused
-def _fits_deeper(lengths: torch.Tensor, depth: int, capacity: int) -> torch.Tensor:
-    """Whether some row goes deeper, and the budget does so too; `()`."""
-    return (lengths > depth).any() & (lengths.clamp(max=depth).sum() < capacity)
-
-
-@fused
-def _no_longer(lengths: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """What a selector wants of what is still selectable, `(R,)`."""
-    return torch.minimum(lengths, wanted).clamp(min=0)
+        return fits_deeper(draft.lengths, draft.depth, capacity)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from .budget import evenly, spend
 from .draft import Draft, Verification
-from .selection import DraftSelector, DraftSelectorList, evenly, spend
+from .selection import DraftSelector, DraftSelectorList
 
 
 class ConfidenceThresholdSelector(DraftSelector):
