@@ -6,11 +6,13 @@ sorts instead of walking: same value, exactly C tokens, ties included.
 
 import heapq
 import itertools
+import math
 
 import pytest
 import torch
 
-from tetris_hf.generation.budget import evenly, spend
+from tetris_hf.generation.budget import beats_the_worst, evenly, fits_deeper, spend
+from tetris_hf.generation.fusing import fusing
 
 
 def heap_walk(scores: torch.Tensor, lengths: torch.Tensor, capacity: int) -> list[int]:
@@ -113,3 +115,48 @@ def test_no_rows_and_no_places():
 
 def test_even_scores_go_round_by_place():
     assert spend(evenly(torch.tensor([3, 3]), 3), torch.tensor([3, 3]), 3).tolist() == [2, 1]
+
+
+def naive_beats_the_worst(probabilities, expectations, lengths, urgency, predictable, capacity) -> bool:
+    """Whether the best that one place more could score would be taken instead of something that is taken now."""
+    taken, next_ones = [], []
+    for chances, expected, length, weight in zip(probabilities, expectations, lengths, urgency, strict=True):
+        reached, least = 1.0, math.inf
+        for place, chance in enumerate(chances):
+            least = min(least, reached * (expected[place] if predictable else chance))
+            reached *= chance
+            if place < length:
+                taken.append(weight * least)
+        if length > len(chances):
+            next_ones.append(weight * min(least, reached))
+    worst = sorted(taken, reverse=True)[capacity - 1] if len(taken) >= capacity else -math.inf
+    return any(score > worst for score in next_ones)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_place_more_is_wanted_as_a_loop_wants_it(compiled):
+    generator, wanted = torch.Generator().manual_seed(6), []
+    for num_rows, depth in ((1, 1), (5, 3), (16, 2)):
+        for _ in range(40):
+            # Powers of two, so that ties are ties in any order of multiplication.
+            probabilities, expectations = (
+                0.5 ** torch.randint(0, 4, (2, num_rows, depth), generator=generator).double()
+            )
+            lengths = torch.randint(0, depth + 3, (num_rows,), generator=generator)
+            urgency = 0.5 ** torch.randint(0, 3, (num_rows,), generator=generator).double()
+            capacity = int(torch.randint(1, num_rows * depth + 2, (), generator=generator))
+            for predictable in (True, False):
+                given = probabilities, expectations, lengths, urgency, predictable, capacity
+                naive = naive_beats_the_worst(*(one.tolist() if torch.is_tensor(one) else one for one in given))
+                with fusing(compiled):
+                    assert bool(beats_the_worst(*given)) == naive, given
+                wanted.append(naive)
+    assert 0.2 < sum(wanted) / len(wanted) < 0.8
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_window_goes_deeper_while_some_row_and_the_budget_do(compiled):
+    lengths = torch.tensor([3, 0, 1])
+    with fusing(compiled):
+        for depth, capacity, expected in ((1, 3, True), (1, 2, False), (2, 4, True), (2, 3, False), (3, 9, False)):
+            assert bool(fits_deeper(lengths, depth, capacity)) == expected
