@@ -3,8 +3,8 @@
 
     python benchmarks/paper/depth.py --trace out/traces/smollm2.safetensors --out depth.jsonl
 
-Eager steps stop by this rule (`DraftSelector.wants_deeper`), captured ones draft all K places. A trace has all places,
-so the rule is asked afterwards, place by place, in every step of a replay.
+Eager steps stop by this rule (`DraftSelector.wants_deeper`), captured ones where it spares more than it costs. A trace
+has all places, so the rule is asked afterwards, place by place, in every step of a replay.
 """
 
 from __future__ import annotations

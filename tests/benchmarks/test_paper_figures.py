@@ -3,12 +3,16 @@
 import importlib
 import importlib.util
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
+import kit
 import pytest
 import torch
 
+import tetris_hf
 from tetris_hf import Draft
+from tetris_hf.generation import speculation, step_cache
 
 
 SETS = ("qa", "sonnet", "conversation", "math_reasoning")
@@ -351,3 +355,22 @@ def test_costs_may_be_those_of_the_throughput_benchmark(paper, tmp_path):
     (tmp_path / "costs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     costs = paper["costs"].StepCosts.load(tmp_path / "costs.jsonl")
     assert costs.target(4, 8) == pytest.approx(0.006) and costs.draft(4, ["made-up"], 1) == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_calls_with_and_without_branches(paper, monkeypatch, enabled, captured):
+    if captured:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "generation"))
+        importlib.import_module("test_step_graphs").pretend_gpu(monkeypatch)
+    target = kit.tiny()
+    batches, before = [kit.ragged(seed=seed) for seed in range(2)], (step_cache.can_branch, speculation.sure_depth)
+    found = paper["branches"].compare(
+        target, kit.near(target), batches, k=1, depth=3, do_sample=False, max_new_tokens=12, eos_token_id=None
+    )
+    assert found["same"] == [True, True] and found["speedup"] > 0
+    every, branches = (found[way] for way in paper["branches"].WAYS)
+    assert every["steps"] == branches["steps"] and len(every["seconds"]) == 2
+    forwards = sum(every["draft_forwards"]), sum(branches["draft_forwards"])
+    assert forwards[1] < forwards[0] if captured else forwards[1] == forwards[0]
+    assert (step_cache.can_branch, speculation.sure_depth) == before
+    tetris_hf.release_graphs()
