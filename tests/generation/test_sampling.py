@@ -127,7 +127,7 @@ def test_leaving_places_out_of_captured_steps_keeps_the_law(models, monkeypatch)
     pretend_gpu(monkeypatch)
     monkeypatch.setattr(speculation, "sure_depth", lambda capacity, num_rows: 2)  # not as many as for so many rows
     torch.manual_seed(18)
-    drawn, stats = draw(models, {}, capacity=8 * ROWS // 5)
+    drawn, stats = draw(models, {}, capacity=8 * ROWS // 5, calls=10)
     drafted = stats.drafted.sum(0)
     assert 0 < stats.verified[:, 2].sum() < drafted[2] < 0.9 * drafted[1], "left out in some steps, not in all"
     for prompt, tokens in zip(PROMPTS, drawn, strict=True):
