@@ -285,7 +285,7 @@ def test_what_makes_another_step():
 
     def graphs(drafter=assistant, capacity=9, depth=3, lengths=kit.LENGTHS, **settings):
         before = len(RunsAgain.made)
-        batch = kit.ragged(lengths)
+        batch, settings = kit.ragged(lengths), {"max_new_tokens": 6, **settings}
         out = kit.speculate(target, batch, drafter, capacity, depth, **settings)
         if not settings.get("do_sample"):
             assert torch.equal(out.sequences, kit.plain(target, batch, **settings))
