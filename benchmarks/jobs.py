@@ -34,6 +34,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from job_contenders import KINDS, Jobs, Record  # noqa: E402
 from measurement import GIB, first_line, seconds_of  # noqa: E402
+from records import report  # noqa: E402
 from scaled_target import SIZES  # noqa: E402
 from throughput import describe  # noqa: E402
 
@@ -161,10 +162,7 @@ def main(argv: list[str] | None = None) -> list[Record]:
             batch_job.FEEDS = shipped
             tetris_hf.release_graphs()
         records.append(record)
-        print(json.dumps({key: value for key, value in record.items() if key != "run"}), flush=True)
-        if args.out:
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+        report(record, args.out)
     return records
 
 

@@ -13,7 +13,6 @@ the prompts' forward.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from contenders import ASSISTED_ROWS, Bench  # noqa: E402
 from demo import PROMPTS, as_chat, load  # noqa: E402
 from measurement import Record, first_line, measure  # noqa: E402
 from prompts import first_turns, padded_batches  # noqa: E402
+from records import append  # noqa: E402
 from scaled_target import SIZES, scale_heads, scale_target  # noqa: E402
 from settings import CONTENDERS, settings_for  # noqa: E402
 from throughput_report import by_batch_size, plot, read_runs, table  # noqa: E402
@@ -166,10 +166,7 @@ def run(args: argparse.Namespace) -> None:
                 record["error"] = first_line(error)
                 print(f"N = {num_rows}: {setting}: failed: {record['error']}", flush=True)
             records.append(record)
-            if args.out:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+            append(record, args.out)
         if records:
             print(f"\n{table(records)}\n", flush=True)
     if "assisted" in args.contenders:

@@ -5,10 +5,12 @@ The oracles are stock `generate` on the same padded batch, and stock `generate` 
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +235,10 @@ class ScriptedDrafter(Drafter):
         self.verifications.append(verification)
 
 
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of small functions needs c++")
+compiled_or_not = pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
+
+
 def interpret(check: str) -> None:
     """
     Run a script that checks Triton kernels in Triton's interpreter and prints "equal" at its end. In a process of its
@@ -241,6 +247,7 @@ def interpret(check: str) -> None:
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, text=True)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
+    triton = tuple(map(int, version("triton").split(".")[:2]))
+    if triton < (3, 7) and "only 0-dimensional arrays can be converted" in done.stderr:
         pytest.skip("the interpreter of this Triton (3.6 and older) does not run with this NumPy (2.4 and newer)")
     assert done.returncode == 0 and done.stdout.strip() == "equal", done.stderr

@@ -14,7 +14,6 @@ controller has them. Prints one JSON line per draw.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
+from records import report  # noqa: E402
 
 from paper.costs import StepCosts  # noqa: E402
 from paper.replay import replay  # noqa: E402
@@ -199,11 +199,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for num_rows in args.rows:
             for seed in range(args.draws):
                 records.append(contest(trace, drafter, num_rows, costs, args.calls, seed, args.refill, args.sets))
-                print(json.dumps(records[-1]), flush=True)
-                if args.out:
-                    args.out.parent.mkdir(parents=True, exist_ok=True)
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(records[-1]) + "\n")
+                report(records[-1], args.out)
     return records
 
 

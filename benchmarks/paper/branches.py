@@ -25,13 +25,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from demo import as_chat  # noqa: E402
+from records import report  # noqa: E402
 from throughput import describe, load_drafters, load_target  # noqa: E402
 from throughput import parse as parse_shared  # noqa: E402
 
 import tetris_hf  # noqa: E402
-from paper.prompt_sets import MIXES, prompt_sets  # noqa: E402
-from paper.throughput import served_order  # noqa: E402
+from paper.prompt_sets import prompt_sets  # noqa: E402
+from paper.throughput import mixed_prompts, served_order  # noqa: E402
 from tetris_hf.generation import speculation, step_cache  # noqa: E402
 
 
@@ -105,9 +105,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     drafter = load_drafters(shared, target, small)["shallow"]
     described, records = describe(shared, target), []
     print(json.dumps(described), flush=True)
-    chosen = prompt_sets(shared.prompts, 80, shared.max_characters)
-    texts = [text for name in MIXES["spec-bench"] for text in chosen[name]]
-    prompts = tokenizer(as_chat(tokenizer, texts), add_special_tokens=False)["input_ids"]
+    prompts = mixed_prompts(prompt_sets(shared.prompts, 80, shared.max_characters), "spec-bench", tokenizer)
     tetris_hf.enable()
     given: dict[str, Any] = {"do_sample": args.seed is not None, "max_new_tokens": shared.max_new_tokens}
     if args.seed is not None:
@@ -123,12 +121,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                 record = {"run": described, "rows": num_rows, "k": k, "extra": extra, "seed": args.seed}
                 record |= compare(target, drafter, batches, k, k + extra, **given)
                 records.append(record)
-                shown = {key: value for key, value in record.items() if key != "run"}
-                print(json.dumps(shown), flush=True)
-                if shared.out:
-                    shared.out.parent.mkdir(parents=True, exist_ok=True)
-                    with shared.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(record) + "\n")
+                report(record, shared.out)
     return records
 
 

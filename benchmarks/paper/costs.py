@@ -96,6 +96,7 @@ def _between(points: dict[int, float], at: float) -> float:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     from demo import PROMPTS, as_chat
     from prompts import first_turns, padded_batches
+    from records import report
     from throughput import describe, load_drafters, load_target
     from throughput import parse as parse_shared
 
@@ -140,11 +141,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             record = {"run": described, "rows": num_rows, "drafter": name, "K": depth, "C": num_rows * depth}
             record |= {stage: sorted(one.get(stage, 0.0) for one in stages[1:])[1] for stage in STAGES}
             records.append(record)
-            print(json.dumps({key: value for key, value in record.items() if key != "run"}), flush=True)
-            if shared.out:
-                shared.out.parent.mkdir(parents=True, exist_ok=True)
-                with shared.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+            report(record, shared.out)
     return records
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from records import append
 
 from paper.traces import Trace
 
@@ -25,12 +26,8 @@ def arguments(description: str | None, needs_trace: bool = True) -> argparse.Arg
 
 def write(path: Path | None, trace: Trace, figure: str, records: Iterable[dict[str, Any]]) -> None:
     """Add records to a file of JSON lines, with the label of the paper's figure and how the trace was recorded."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps({"figure": figure, **record, "trace": trace.about}) + "\n")
+    for record in records:
+        append({"figure": figure, **record, "trace": trace.about}, path)
 
 
 def axes_for(titles: Sequence[str], columns: int = 3) -> tuple[Any, list[Any]]:

@@ -31,6 +31,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from demo import as_chat  # noqa: E402
 from measurement import first_line  # noqa: E402
+from records import report  # noqa: E402
 from throughput import describe, load_drafters, load_target  # noqa: E402
 from throughput import parse as parse_shared  # noqa: E402
 
@@ -38,6 +39,12 @@ import tetris_hf  # noqa: E402
 from paper.costs import StepCosts  # noqa: E402
 from paper.methods import USUAL_COSTS, Method, methods  # noqa: E402
 from paper.prompt_sets import MIXES, prompt_sets  # noqa: E402
+
+
+def mixed_prompts(chosen: dict[str, list[str]], mix: str, tokenizer: Any) -> list[list[int]]:
+    """Token ids of the prompts `chosen` for each set, of those sets that a mix has, or of one."""
+    texts = [text for name in MIXES.get(mix, (mix,)) for text in chosen[name]]
+    return tokenizer(as_chat(tokenizer, texts), add_special_tokens=False)["input_ids"]
 
 
 def served_order(prompts: list[list[int]], count: int, seed: int) -> list[list[int]]:
@@ -176,8 +183,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     records, left_out = [], 0
     for num_rows in args.rows:
         for mix in args.mixes:
-            texts = [text for name in MIXES.get(mix, (mix,)) for text in chosen[name]]
-            prompts = tokenizer(as_chat(tokenizer, texts), add_special_tokens=False)["input_ids"]
+            prompts = mixed_prompts(chosen, mix, tokenizer)
             for pair in args.pairs:
                 names = pair.split("+")
                 drafter = [drafters[name] for name in names] if len(names) > 1 else drafters[pair]
@@ -202,12 +208,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                     except Exception as error:  # what fails is a result, and the others can still be timed
                         record["error"] = first_line(error)
                     records.append(record)
-                    shown = {key: value for key, value in record.items() if key != "run"}
-                    print(json.dumps(shown), flush=True)
-                    if shared.out:
-                        shared.out.parent.mkdir(parents=True, exist_ok=True)
-                        with shared.out.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(record) + "\n")
+                    report(record, shared.out)
     print(f"{len(records)} settings timed, {left_out} left out, {time.perf_counter() - start:.0f} s")
     return records
 

@@ -1,13 +1,13 @@
 """Where an assistant reads and writes, against loops over rows."""
 
-import pytest
+import kit
 import torch
 
 from tetris_hf.generation.assistant_positions import places, remember, stopped, within_context
 from tetris_hf.generation.fusing import fusing
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@kit.compiled_or_not
 def test_equals_a_loop_over_rows_and_places(compiled):
     generator = torch.Generator().manual_seed(2)
 
@@ -35,7 +35,7 @@ def test_equals_a_loop_over_rows_and_places(compiled):
                 assert int(counts[place, row]) == (place < drafts)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@kit.compiled_or_not
 def test_a_place_that_is_left_out_ends_all_drafts(compiled):
     lengths, skipped = torch.tensor([4, 0, 2, 3]), torch.zeros((), dtype=torch.long)
     with fusing(compiled):

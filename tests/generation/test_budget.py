@@ -8,6 +8,7 @@ import heapq
 import itertools
 import math
 
+import kit
 import pytest
 import torch
 
@@ -133,7 +134,7 @@ def naive_beats_the_worst(probabilities, expectations, lengths, urgency, predict
     return any(score > worst for score in next_ones)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@kit.compiled_or_not
 def test_one_place_more_is_wanted_as_a_loop_wants_it(compiled):
     generator, wanted = torch.Generator().manual_seed(6), []
     for num_rows, depth in ((1, 1), (5, 3), (16, 2)):
@@ -154,7 +155,7 @@ def test_one_place_more_is_wanted_as_a_loop_wants_it(compiled):
     assert 0.2 < sum(wanted) / len(wanted) < 0.8
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@kit.compiled_or_not
 def test_a_window_goes_deeper_while_some_row_and_the_budget_do(compiled):
     lengths = torch.tensor([3, 0, 1])
     with fusing(compiled):

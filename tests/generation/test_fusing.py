@@ -1,7 +1,5 @@
 """What is compiled where steps are captured says the same as where it is not."""
 
-import shutil
-
 import kit
 import pytest
 import test_step_graphs
@@ -16,7 +14,7 @@ from tetris_hf.generation.fusing import fusing
 from tetris_hf.generation.selection import TetrisSelector
 
 
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of small functions needs c++")
+pytestmark = kit.needs_compiler
 
 
 def random_step(num_rows: int, depth: int, seed: int) -> Verification:

@@ -1,7 +1,5 @@
 """Noise that belongs to a text: a function of seed, position and token, and of the right law."""
 
-import shutil
-
 import kit
 import pytest
 import torch
@@ -28,11 +26,9 @@ def naive_noise(seed: int, position: int, token: int) -> float:
     return float(-(-torch.log1p(-uniform)).log())
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@kit.compiled_or_not
 @pytest.mark.parametrize("vocab_size", [9, 40, 77])  # less and more than vectors of a CPU hold
 def test_noise_is_that_of_the_naive_reference(vocab_size, compiled):
-    if compiled and shutil.which("c++") is None:
-        pytest.skip("the compiler of small functions needs c++")
     seeds, positions = torch.tensor([0, 5, -3, 2**62]), torch.tensor([0, 1, 77, 4000])
     with fusing(compiled):
         noise = gumbel_noise(seeds, positions, vocab_size)

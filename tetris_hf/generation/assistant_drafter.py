@@ -121,13 +121,11 @@ class AssistantDrafter(Drafter):
                 first, counts = following[place], one_more[place]
             most = 1 if place > 0 else depth + 1 if self.shares_rows else 2
             feed = self.feed if place == 0 else 0
-            draw = partial(
-                self._draw, rows, live, (first, counts, most, feed), columns[place], written[place],
-                None if q is None else q[:, place],
-            )  # fmt: skip
+            own_q = None if q is None else q[:, place]
+            draw = partial(self._draw, rows, live, (first, counts, most, feed), columns[place], written[place], own_q)
             if isinstance(wanted, torch.Tensor):
                 lengths = stopped(lengths, wanted, place, self._packed.num_skipped)
-                drafted.add(*self._draw_if(wanted, draw, live, None if q is None else q[:, place]))
+                drafted.add(*self._draw_if(wanted, draw, live, own_q))
             else:
                 drafted.add(*draw())
         remember(self._cached, text_length, lengths, live)

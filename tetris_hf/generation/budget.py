@@ -67,15 +67,12 @@ def beats_the_worst(
     capacity: int,
 ) -> torch.Tensor:
     """Of a draft of `(R, K)` places, whether the best that a next place can score is among the best C so far; `()`."""
-    scores = survival(probabilities, expectations, lengths, predictable)  # (R, K)
-    bound = scores[:, -1]  # (R,)
-    reached = torch.ones_like(bound)
-    for place in range(probabilities.shape[1]):
-        reached = reached * probabilities[:, place]
-    bound = torch.minimum(bound, reached) * urgency
-    best = bound.masked_fill(lengths <= probabilities.shape[1], -torch.inf).amax()
+    certain = torch.ones_like(probabilities[:, :1])  # (R, 1)
+    estimates = torch.cat([probabilities, certain], 1), torch.cat([expectations, certain], 1)  # (R, K + 1)
+    scores = survival(*estimates, lengths, predictable) * urgency[:, None]
+    best = scores[:, -1].amax()
     # Better than the C-th best: fewer than C are at least as good.
-    return (best > -torch.inf) & ((scores * urgency[:, None] >= best).sum() < capacity)
+    return (best > -torch.inf) & ((scores[:, :-1] >= best).sum() < capacity)
 
 
 @fused

@@ -116,11 +116,11 @@ def _capture(speculation: Speculation, compile_config: Any) -> None:
     model = speculation.target.model
     speculation.compile_config = compile_config
     speculation.compiles = model not in _uncompiled
-    # Not where K is chosen by what deeper places would bring, and not where other processes wait for every forward.
-    branches = speculation.auto is None and group_of(model) is None and can_branch(speculation.rows.tokens.device)
     if model not in _uncaptured and not _is_whole(speculation):
         speculation.captures_forwards = True
         return
+    # Not where K is chosen by what deeper places would bring, and not where other processes wait for every forward.
+    branches = speculation.auto is None and group_of(model) is None and can_branch(speculation.rows.tokens.device)
     while model not in _uncaptured:
         speculation.branches = branches
         try:
