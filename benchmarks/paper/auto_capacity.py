@@ -8,7 +8,8 @@ measured (`costs.py`, or `throughput.py`), prompts nothing. Each draw is several
 `generate` or, with `--refill`, jobs whose rows are refilled as in `generate_batch`. In every second draw all calls are
 of the same prompts. The controller begins each draw knowing nothing but costs. The best constant setting is that of
 the whole draw, found afterwards, with the default selector and, in closed batches, with slow rows first as the
-controller has them. Prints one JSON line per draw.
+controller has them. Prints one JSON line per draw, and one for all draws of a drafter and N together, in which the
+best constant setting is that of a sweep over all of them.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def contest(
 
     Returns:
         `dict[str, Any]`: Speed over C = 0, over the best constant setting of the draw and over the best one with slow
-        rows first, the least of any call over C = 0, these settings, and what was chosen most in each call.
+        rows first, the least of any call over C = 0, these settings, what was chosen most in each call, and the
+        seconds of all calls, chosen and by constant setting.
     """
     luck = random.Random(seed)
     max_depth = min(MAX_DEPTH, trace.drafts[drafter].tokens.shape[2])
@@ -178,6 +180,25 @@ def contest(
         "best": best,
         "best_slow_first": None if refill else best_slow,
         "chosen": chosen,
+        "seconds": total,
+        "constant_seconds": {f"{capacity}, {depth}": seconds for (capacity, depth), seconds in fixed.items()},
+    }
+
+
+def together(draws: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All draws of one drafter and N as one: against C = 0 and the constant setting that is best over all of them."""
+    constants: dict[str, float] = {}
+    for draw in draws:
+        for setting, seconds in draw["constant_seconds"].items():
+            constants[setting] = constants.get(setting, 0.0) + seconds
+    total, best = sum(draw["seconds"] for draw in draws), min(constants, key=lambda setting: constants[setting])
+    shared = {name: draws[0][name] for name in ("drafter", "rows", "refill")}
+    return {
+        **shared,
+        "draws": len(draws),
+        "over_c0": constants["0, 0"] / total,
+        "over_best": constants[best] / total,
+        "best": best,
     }
 
 
@@ -197,9 +218,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     records = []
     for drafter in args.drafters:
         for num_rows in args.rows:
+            draws = []
             for seed in range(args.draws):
-                records.append(contest(trace, drafter, num_rows, costs, args.calls, seed, args.refill, args.sets))
-                report(records[-1], args.out)
+                draws.append(contest(trace, drafter, num_rows, costs, args.calls, seed, args.refill, args.sets))
+                report(draws[-1], args.out)
+            report(together(draws), None)
+            records += draws
     return records
 
 

@@ -311,6 +311,17 @@ def test_a_capacity_that_finds_itself_against_constants(paper, trace, refill):
         assert len(found["chosen"]) == 2 and ((0, 0) in found["chosen"]) == (least < 1)
 
 
+def test_all_draws_together_have_one_best_constant(paper):
+    """The best of each draw may differ: what a sweep over all of them finds is one setting."""
+    shared = {"drafter": "heads", "rows": 4, "refill": False}
+    draws = [
+        shared | {"seconds": 5.0, "constant_seconds": {"0, 0": 6.0, "4, 1": 4.0}},
+        shared | {"seconds": 3.0, "constant_seconds": {"0, 0": 3.0, "4, 1": 8.0}},
+    ]
+    found = paper["auto_capacity"].together(draws)
+    assert found["best"] == "0, 0" and found["over_best"] == found["over_c0"] == 9 / 8 and found["draws"] == 2
+
+
 def test_the_command_of_the_capacity_writes_records(paper, trace_file, costs_file, tmp_path):
     out = tmp_path / "some" / "records.jsonl"
     shared = ["--trace", trace_file, "--costs", costs_file, "--drafters", "made-up", "--rows", "4", "--out", str(out)]
