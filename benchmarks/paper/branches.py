@@ -32,7 +32,7 @@ from throughput import parse as parse_shared  # noqa: E402
 import tetris_hf  # noqa: E402
 from paper.prompt_sets import prompt_sets  # noqa: E402
 from paper.throughput import mixed_prompts, served_order  # noqa: E402
-from tetris_hf.generation import speculation, step_cache  # noqa: E402
+from tetris_hf.generation import step_cache  # noqa: E402
 
 
 WAYS = ("every place", "branches")
@@ -40,15 +40,14 @@ WAYS = ("every place", "branches")
 
 @contextmanager
 def steps_that(way: str) -> Iterator[None]:
-    """Within this context, newly captured steps draft every place, or ask about each one beyond C / N + 1."""
-    before = step_cache.can_branch, speculation.sure_depth
+    """Within this context, newly captured steps draft every place, or leave places out as they do by themselves."""
+    before = step_cache.can_branch
     if way == "every place":
         step_cache.can_branch = lambda device: False
-    speculation.sure_depth = lambda capacity, num_rows: capacity // num_rows + 1
     try:
         yield
     finally:
-        step_cache.can_branch, speculation.sure_depth = before
+        step_cache.can_branch = before
 
 
 def compare(
