@@ -6,12 +6,18 @@ import torch
 from huggingface_hub import constants
 from scipy.stats import chisquare
 from test_step_graphs import DRAFTERS, RunsAgain, pretend_gpu
+from transformers import StoppingCriteria
 
 import tetris_hf
 from tetris_hf import TetrisDecoding, generate_batch
 from tetris_hf.generation import auto_capacity, batch_job
 from tetris_hf.generation.cost_table import CostTable
 from tetris_hf.generation.speculation import Speculation
+
+
+class StopsAtOnce(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.ones(len(input_ids), dtype=torch.bool)
 
 
 @pytest.fixture(params=["eager", "fixed shapes"], autouse=True)
@@ -55,6 +61,54 @@ def test_greedy_text_is_that_of_plain_generate(name):
         stats = out.tetris_stats
         assert sum(stats.settings.values()) >= stats.steps
         assert stats.verified.sum() <= sum(capacity * steps for (capacity, _), steps in stats.settings.items())
+
+
+def test_calls_that_end_before_their_first_step():
+    """One token is all that fits, or any token ends a row."""
+    for lengths, settings in (
+        ((1,), {"max_new_tokens": 1}),
+        ((1, 1), {"max_new_tokens": 2}),
+        ((5,), {"eos_token_id": list(range(kit.VOCABULARY))}),
+        ((3, 9, 4), {"eos_token_id": list(range(kit.VOCABULARY))}),
+        ((4, 2), {"stopping_criteria": [StopsAtOnce()]}),
+    ):
+        target = kit.tiny()
+        batch = kit.ragged(lengths)
+        out = kit.speculate(target, batch, kit.near(target), "auto", 1, **settings)
+        assert torch.equal(out.sequences, kit.plain(target, batch, **settings)), settings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_new_tokens": 3},
+        {"eos_token_id": list(range(kit.VOCABULARY))},
+        {"eos_token_id": list(range(0, kit.VOCABULARY, 2))},
+        {"stopping_criteria": [StopsAtOnce()]},
+    ],
+    ids=["a short call", "every token ends", "every second token ends", "a criterion"],
+)
+def test_steps_are_timed_with_all_rows_and_all_places(settings, monkeypatch):
+    """Whatever ends the rows of the call itself: what is timed serves other calls too."""
+    timed, plain_timer = [], auto_capacity._StepTimer.__call__
+
+    def watched(self, capacity, depth):
+        stats = self.speculation.stats
+        before = int(stats.live_steps.sum()), int(stats.drafted.sum())
+        seconds = plain_timer(self, capacity, depth)
+        timed.append((capacity, depth, *(int(count.sum()) for count in (stats.live_steps, stats.drafted)), *before))
+        return seconds
+
+    monkeypatch.setattr(auto_capacity._StepTimer, "__call__", watched)
+    target = kit.tiny()
+    out = kit.speculate(target, kit.ragged((2, 3, 1)), kit.near(target), "auto", 3, **settings)
+    assert torch.equal(out.sequences, kit.plain(target, kit.ragged((2, 3, 1)), **settings))
+    assert {depth for _, depth, *_ in timed} == {0, 1, 2, 3}
+    row_steps = 3 * (auto_capacity._SETTLING + auto_capacity._TIMED)
+    for capacity, depth, live_steps, drafted, *before in timed:
+        assert live_steps - before[0] == row_steps
+        # Where the budget holds less than all places, steps that are not captured leave some out.
+        assert drafted - before[1] == row_steps * depth or capacity < 3 * depth
 
 
 def test_dear_drafts_are_given_up_and_good_ones_used(costs, monkeypatch, tmp_path):

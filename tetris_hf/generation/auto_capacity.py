@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MAX_DEPTH = 6
 # Tokens of the texts on which steps are timed, and steps: a few to settle, some to time.
 _TEXT, _SETTLING, _TIMED = 64, 2, 5
+# Columns that these texts need: the first token, and what every step may add.
+ROOM = _TEXT + 1 + (_SETTLING + _TIMED) * (MAX_DEPTH + 1)
 
 _kept: WeakKeyDictionary[PreTrainedModel, dict[Hashable, CapacityController]] = WeakKeyDictionary()
 
@@ -72,11 +74,11 @@ class AutoCapacity:
         mode = "eager" if speculation.captured is None else "captured"
         mode += ", compiled" if speculation.compiles else ""
         key = cost_key(speculation.target.model, drafter, speculation.rows.num_rows, mode)
-        with drawing_none(speculation.rows.length.device):
+        with drawing_none(speculation.rows.length.device), speculation.rehearsing() as rehearsal:
             num_rows, max_depth = speculation.rows.num_rows, self.controller.max_depth
             captured = speculation.captured is not None
             settings = self.controller.settings if captured else CostTable.settings_to_time(num_rows, max_depth)
-            self.controller.table = CostTable.cached(key, _StepTimer(speculation), num_rows, settings)
+            self.controller.table = CostTable.cached(key, _StepTimer(rehearsal), num_rows, settings)
         self.controller.reset()
 
     def begin(self, speculation: Speculation) -> None:
@@ -168,18 +170,19 @@ class _StepTimer:
     def __call__(self, capacity: int, depth: int) -> float:
         speculation, rows = self.speculation, self.speculation.rows
         device = rows.length.device
-        width = max(1, min(_TEXT, rows.width - (_SETTLING + _TIMED) * (depth + 1)))
+        width = max(1, min(_TEXT, rows.width - 1 - (_SETTLING + _TIMED) * (depth + 1)))
         vocabulary = speculation.target.model.get_input_embeddings().weight.shape[0]
         text = torch.randint(vocabulary, (rows.num_rows, width), device=device)
         seconds = []
         with speculation.sized(StepSize(capacity, depth)):
             speculation.begin_again(text)
             for step in range(_SETTLING + _TIMED):
+                if bool((rows.length == rows.max_length).any()):
+                    speculation.begin_again(text)
+                rows.finished.zero_()  # by an end token, which captured steps look for
                 start = Moment(device)
                 speculation.advance()
                 taken = Moment(device).seconds_since(start)
                 if step >= _SETTLING:
                     seconds.append(taken)
-                if bool(rows.finished.all()):
-                    speculation.begin_again(text)
         return statistics.median(seconds)

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .assistant_drafter import AssistantDrafter
-from .auto_capacity import MAX_DEPTH, AutoCapacity, controller_for
+from .auto_capacity import MAX_DEPTH, ROOM, AutoCapacity, controller_for
 from .committer import Committer
 from .cuda_graph import on_one_gpu
 from .drafter import Drafter
@@ -207,12 +207,14 @@ class TetrisDecoding:
             and (room is None or len(input_ids) * width <= room or pool_size is not None),
             input_ids.device,
         )
+        context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        room_to_time = min(ROOM, context or ROOM) if self.capacity == "auto" else 0
         rows = Rows(
             input_ids,
             padding,
             max_length,
             pad_token_id if pad_token_id is not None else 0,
-            width=width if fixed else max_length,
+            width=width if fixed else max(max_length, room_to_time),
             fixed_shapes=fixed,
         )
         if self.seed is not None:

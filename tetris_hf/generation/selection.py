@@ -7,8 +7,10 @@ Knows drafts and a budget. Does not know models; whatever it selects, the text i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -132,6 +134,30 @@ class DraftSelectorList(list[DraftSelector]):
         """Show a step's outcome to every selector."""
         for selector in self:
             selector.observe(verification)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within this context, what selectors learn in tensors is of no account: at its end they are as before."""
+        before = [(tensor, tensor.clone()) for tensor in _tensors_of(list(self), set())]
+        try:
+            yield
+        finally:
+            for tensor, value in before:
+                tensor.copy_(value)
+
+
+def _tensors_of(holder: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All tensors that an object keeps in its attributes and theirs, models left aside. `seen` holds ids."""
+    if id(holder) in seen:
+        return
+    seen.add(id(holder))
+    if isinstance(holder, torch.Tensor):
+        yield holder
+    elif isinstance(holder, Mapping | list | tuple):
+        for one in holder.values() if isinstance(holder, Mapping) else holder:
+            yield from _tensors_of(one, seen)
+    elif hasattr(holder, "__dict__") and not isinstance(holder, type | torch.nn.Module):
+        yield from _tensors_of(vars(holder), seen)
 
 
 class TetrisSelector(DraftSelector):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from .auto_capacity import AutoCapacity
 from .captured_steps import CapturedSteps, StepSize
@@ -19,12 +20,14 @@ from .committer import Committer
 from .cuda_graph import StageClock
 from .draft import Draft, Verification
 from .drafter import Drafter
+from .outputs import OutputRecorder
 from .packed_model import PackedModel
 from .processing import LogitsProcessing
 from .rejection import Accepted, rejection_sample, sample
 from .rows import Rows
 from .selection import DraftSelectorList
 from .stats import TetrisStats
+from .stopping import RowStopping
 from .tensor_parallel import Lead
 from .verifier import Verified, Verifier
 
@@ -237,6 +240,27 @@ class Speculation:
         self.target.cache.share()
         self._begun = False
         self.prefill()
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[Speculation]:
+        """
+        Within this context, the same steps for batches that are nobody's: of those, the call's criteria, processors
+        that look at texts, selectors and outputs are told nothing. Whole captured steps have none of them that could
+        remember, but for what selectors learn: that is taken back at the end.
+        """
+        if self.captured is not None:
+            with self.selectors.unchanged():
+                yield self
+            return
+        rows = self.rows
+        yield replace(
+            self,
+            processing=self.processing.for_drafts(history=False),
+            selectors=DraftSelectorList.of(None),
+            committer=Committer(rows, RowStopping([], rows.length.device), OutputRecorder(GenerationConfig(), rows)),
+            stats=self.stats.clone(),
+            auto=None,
+        )
 
     def restart(self, batch: Speculation, input_ids: torch.Tensor, padding: torch.Tensor, max_length: int) -> None:
         """
