@@ -6,10 +6,10 @@ import torch
 from huggingface_hub import constants
 from scipy.stats import chisquare
 from test_step_graphs import DRAFTERS, RunsAgain, pretend_gpu
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
 import tetris_hf
-from tetris_hf import TetrisDecoding, generate_batch
+from tetris_hf import StepHistory, TetrisDecoding, generate_batch
 from tetris_hf.generation import auto_capacity, batch_job
 from tetris_hf.generation.cost_table import CostTable
 from tetris_hf.generation.speculation import Speculation
@@ -109,6 +109,60 @@ def test_steps_are_timed_with_all_rows_and_all_places(settings, monkeypatch):
         assert live_steps - before[0] == row_steps
         # Where the budget holds less than all places, steps that are not captured leave some out.
         assert drafted - before[1] == row_steps * depth or capacity < 3 * depth
+
+
+class EndsAndSees(StoppingCriteria):
+    def __init__(self):
+        self.shown = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.shown.append(input_ids.clone())
+        return input_ids[:, -1] % 5 == 0
+
+
+class BansAndSees(LogitsProcessor):
+    def __init__(self):
+        self.shown = []
+
+    def __call__(self, input_ids, scores):
+        self.shown.append(input_ids.clone())
+        return scores.masked_fill(torch.arange(kit.VOCABULARY) == 19, -torch.inf)
+
+
+def test_of_what_is_timed_the_call_hears_nothing():
+    """The first call times steps on texts that are nobody's. What looks at texts sees those of the call alone."""
+    target, batch = kit.tiny(), kit.ragged()
+    criterion, processor = EndsAndSees(), BansAndSees()
+    history = StepHistory()
+    settings = {
+        "stopping_criteria": [criterion], "logits_processor": [processor], "eos_token_id": 60,
+        "return_dict_in_generate": True, "output_scores": True,
+    }  # fmt: skip
+    plain = kit.plain(target, batch, **settings)
+    criterion.shown, processor.shown = [], []
+    selector = [tetris_hf.TetrisSelector(), history]
+    assistant, random_state = kit.near(target), torch.get_rng_state()
+    out = kit.speculate(target, batch, assistant, "auto", 3, selector, **settings)
+    assert torch.equal(out.sequences, plain.sequences) and len(out.scores) == len(plain.scores)
+    torch.testing.assert_close(out.scores[0], plain.scores[0], rtol=1e-4, atol=1e-4)
+    assert criterion.shown and processor.shown
+    width = batch["input_ids"].shape[1]
+    for shown in criterion.shown + processor.shown:
+        assert all((row[:width] == batch["input_ids"]).all(1).any() for row in shown), "a text of somebody else"
+    assert len(history.steps) == out.tetris_stats.steps
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("taught", [False, True])
+def test_what_is_timed_teaches_selectors_nothing(taught):
+    target = kit.tiny()
+    calibration = tetris_hf.AcceptanceCalibration(3)
+    if taught:
+        calibration.load_state_dict({"slope": torch.tensor([0.5, 0.7, 2.0]), "shift": torch.tensor([0.1, -1.0, 0.0])})
+    before, selector = calibration.state_dict(), tetris_hf.TetrisSelector(calibration=calibration)
+    kit.speculate(target, kit.ragged(), kit.near(target), "auto", 3, selector, max_new_tokens=1)
+    for name, value in calibration.state_dict().items():
+        assert torch.equal(value, before[name]), "a call without steps"
 
 
 def test_dear_drafts_are_given_up_and_good_ones_used(costs, monkeypatch, tmp_path):
