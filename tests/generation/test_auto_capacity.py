@@ -111,6 +111,14 @@ def test_steps_are_timed_with_all_rows_and_all_places(settings, monkeypatch):
         assert drafted - before[1] == row_steps * depth or capacity < 3 * depth
 
 
+def test_what_is_timed_stays_within_the_models_positions():
+    """Learned ones, of which there are fewer than the texts want on which steps are timed elsewhere."""
+    target = kit.tiny("gpt2", n_positions=48, max_position_embeddings=48)
+    target.generation_config.disable_compile = True
+    out = kit.speculate(target, kit.ragged((5, 9)), kit.near(target), "auto", 3)
+    assert torch.equal(out.sequences, kit.plain(target, kit.ragged((5, 9))))
+
+
 class EndsAndSees(StoppingCriteria):
     def __init__(self):
         self.shown = []

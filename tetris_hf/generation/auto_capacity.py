@@ -19,6 +19,7 @@ from .captured_steps import StepSize
 from .cost_key import cost_key
 from .cost_table import CostTable
 from .cuda_graph import LateCopies, Moment, drawing_none
+from .model_support import text_limit
 
 
 if TYPE_CHECKING:
@@ -170,14 +171,15 @@ class _StepTimer:
     def __call__(self, capacity: int, depth: int) -> float:
         speculation, rows = self.speculation, self.speculation.rows
         device = rows.length.device
-        width = max(1, min(_TEXT, rows.width - 1 - (_SETTLING + _TIMED) * (depth + 1)))
+        longest = min(rows.width, text_limit(speculation.target.model) or rows.width)
+        width = max(1, min(_TEXT, longest - 1 - (_SETTLING + _TIMED) * (depth + 1)))
         vocabulary = speculation.target.model.get_input_embeddings().weight.shape[0]
         text = torch.randint(vocabulary, (rows.num_rows, width), device=device)
         seconds = []
         with speculation.sized(StepSize(capacity, depth)):
             speculation.begin_again(text)
             for step in range(_SETTLING + _TIMED):
-                if bool((rows.length == rows.max_length).any()):
+                if bool((rows.length >= longest).any()):
                     speculation.begin_again(text)
                 rows.finished.zero_()  # by an end token, which captured steps look for
                 start = Moment(device)

@@ -21,7 +21,7 @@ from .committer import Committer
 from .cuda_graph import on_one_gpu
 from .drafter import Drafter
 from .mixed_drafter import MixedDrafter
-from .model_support import check_length, check_model
+from .model_support import check_length, check_model, text_limit
 from .outputs import OutputRecorder, TetrisDecoderOnlyOutput
 from .packed_model import PackedModel, packed_attention, room_for_tokens
 from .processing import LogitsProcessing
@@ -207,8 +207,7 @@ class TetrisDecoding:
             and (room is None or len(input_ids) * width <= room or pool_size is not None),
             input_ids.device,
         )
-        context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        room_to_time = min(ROOM, context or ROOM) if self.capacity == "auto" else 0
+        room_to_time = min(ROOM, text_limit(model) or ROOM) if self.capacity == "auto" else 0
         rows = Rows(
             input_ids,
             padding,
