@@ -9,7 +9,7 @@ from test_step_graphs import DRAFTERS, RunsAgain, pretend_gpu
 from transformers import LogitsProcessor, StoppingCriteria
 
 import tetris_hf
-from tetris_hf import StepHistory, TetrisDecoding, generate_batch
+from tetris_hf import PromptLookupDrafter, StepHistory, TetrisDecoding, generate_batch
 from tetris_hf.generation import auto_capacity, batch_job
 from tetris_hf.generation.cost_table import CostTable
 from tetris_hf.generation.speculation import Speculation
@@ -171,6 +171,30 @@ def test_what_is_timed_teaches_selectors_nothing(taught):
     kit.speculate(target, kit.ragged(), kit.near(target), "auto", 3, selector, max_new_tokens=1)
     for name, value in calibration.state_dict().items():
         assert torch.equal(value, before[name]), "a call without steps"
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 20])
+def test_an_interrupt_while_steps_are_timed(n):
+    """The drafter hears of the end, and the next call goes as if nothing had been."""
+
+    class Interrupted(PromptLookupDrafter):
+        left, ends = n, 0
+
+        def propose(self, rows, live, depth):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+            return super().propose(rows, live, depth)
+
+        def end(self):
+            self.ends += 1
+
+    target, drafter = kit.tiny(), Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        kit.speculate(target, kit.ragged(), drafter, "auto", 3, max_new_tokens=9)
+    assert drafter.ends == 1
+    out = kit.speculate(target, kit.ragged(), drafter, "auto", 3, max_new_tokens=9)
+    assert torch.equal(out.sequences, kit.plain(target, kit.ragged(), max_new_tokens=9))
 
 
 def test_dear_drafts_are_given_up_and_good_ones_used(costs, monkeypatch, tmp_path):

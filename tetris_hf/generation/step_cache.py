@@ -45,16 +45,16 @@ def prepared(fresh: Speculation, compile_config: Any = None) -> Iterator[Specula
     """
     model = fresh.target.model
     key = _key(fresh, compile_config)
-    speculation = _take(model, key, fresh.rows.width) if fresh.rows.fixed_shapes else None
-    if speculation is None:
-        speculation = fresh
-        _make_room(model, _users(fresh))
-        if fresh.rows.fixed_shapes:
-            _capture(fresh, compile_config)
-        if fresh.auto is not None:
-            fresh.auto.prepare(fresh)
-        key = _key(fresh, compile_config)  # a first forward may leave something on a model
+    kept = _take(model, key, fresh.rows.width) if fresh.rows.fixed_shapes else None
+    speculation = fresh if kept is None else kept
     try:
+        if kept is None:
+            _make_room(model, _users(fresh))
+            if fresh.rows.fixed_shapes:
+                _capture(fresh, compile_config)
+            if fresh.auto is not None:
+                fresh.auto.prepare(fresh)
+            key = _key(fresh, compile_config)  # a first forward may leave something on a model
         yield speculation
     except BaseException:
         _end(speculation)
