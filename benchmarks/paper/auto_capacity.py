@@ -187,14 +187,12 @@ def contest(
 
 def together(draws: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """All draws of one drafter and N as one: against C = 0 and the constant setting that is best over all of them."""
-    constants: dict[str, float] = {}
-    for draw in draws:
-        for setting, seconds in draw["constant_seconds"].items():
-            constants[setting] = constants.get(setting, 0.0) + seconds
+    constants = {
+        setting: sum(draw["constant_seconds"][setting] for draw in draws) for setting in draws[0]["constant_seconds"]
+    }
     total, best = sum(draw["seconds"] for draw in draws), min(constants, key=lambda setting: constants[setting])
-    shared = {name: draws[0][name] for name in ("drafter", "rows", "refill")}
     return {
-        **shared,
+        **{name: draws[0][name] for name in ("drafter", "rows", "refill")},
         "draws": len(draws),
         "over_c0": constants["0, 0"] / total,
         "over_best": constants[best] / total,

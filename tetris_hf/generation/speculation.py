@@ -258,8 +258,6 @@ class Speculation:
             processing=self.processing.for_drafts(history=False),
             selectors=DraftSelectorList.of(None),
             committer=Committer(rows, RowStopping([], rows.length.device), OutputRecorder(GenerationConfig(), rows)),
-            stats=self.stats.clone(),
-            auto=None,
         )
 
     def restart(self, batch: Speculation, input_ids: torch.Tensor, padding: torch.Tensor, max_length: int) -> None:
